@@ -1,0 +1,46 @@
+# Every target below makes its own virtual environment in .venv first.
+#   make test PYTEST_ARGS='-x tests/test_helpers.py'
+#   make test PYTHON=python3.12
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.stamp
+
+export RAY_USAGE_STATS_ENABLED := 0
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help: ## show this text
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## sync a small model into inference actors once
+	$(PY) -m recipes.sync_once
+
+test: $(STAMP) ## run the tests (PYTEST_ARGS=...)
+	$(PY) -m pytest -q $(PYTEST_ARGS)
+
+lint: $(STAMP) ## ruff, mypy and the import rules
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(STAMP) ## measure syncs side by side
+	$(PY) -m benchmarks.sync
+
+clean: ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist *.egg-info benchmarks/out
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and alone: the pin in constraints.txt decides which build it is before anything
+# that depends on torch is resolved.
+$(STAMP): setup.cfg constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -c constraints.txt torch
+	$(PY) -m pip install -q -c constraints.txt -e '.[dev,hf,bench]' 'ray[default]'
+	touch $@

@@ -1,0 +1,237 @@
+"""A channel: one engine over some workers, opened by the trainer's process."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rayxfer.base import SessionPlan, WeightTransferEngine
+from rayxfer.client import WorkerClient, outcome, spawn
+from rayxfer.config import WeightTransferConfig
+from rayxfer.errors import (
+    BackendUnavailable,
+    ConfigError,
+    RayxferError,
+    TransferError,
+    TransferTimeout,
+    WorkerLost,
+    portable_cause,
+)
+from rayxfer.factory import EngineEntry
+from rayxfer.topology import Facts
+
+__all__ = ["Channel", "Link", "connect"]
+
+SLICE_S = 1.0
+"""Longest time that one control call waits on a worker before it answers with its progress."""
+
+
+@dataclass
+class Link:
+    """One worker, as the sender sees it.
+
+    Attributes:
+        rank: stable index in the list of workers.
+        requested: the backend that was asked for ("auto" included).
+        backend, reason: what was chosen for it, and why.
+        has_metadata: digest of the metadata that it is known to hold.
+        calls: control calls of the current sync.
+    """
+
+    rank: int
+    client: WorkerClient
+    requested: str
+    facts: Facts
+    incarnation: str
+    backend: str = ""
+    reason: str = ""
+    shm_refused: str | None = None
+    has_metadata: str | None = None
+    calls: int = 0
+    acked: int = 0
+
+    def call(self, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
+        self.calls += 1
+        return self.client.call(op, message)
+
+    def signal(self, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
+        self.calls += 1
+        return self.client.signal(op, message)
+
+
+@dataclass
+class Channel:
+    """One engine class over some links, and the trainer's end of it.
+
+    Attributes:
+        handle: whatever the engine's `trainer_open` made.
+        dirty: something was aborted; it must be opened anew before it is used again.
+    """
+
+    backend: str
+    engine_cls: type[WeightTransferEngine[Any, Any]]
+    links: list[Link]
+    plan: SessionPlan
+    handle: Any
+    init_info: dict[str, Any]
+    dirty: bool = False
+    closed: bool = field(default=False, repr=False)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What must be the same for the channel to be used again."""
+        return self.backend, tuple((link.rank, link.incarnation) for link in self.links)
+
+    def abort(self) -> None:
+        self.dirty = True
+        self.engine_cls.trainer_abort(self.handle)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.engine_cls.trainer_close(self.handle)
+
+
+def connect(
+    *,
+    backend: str,
+    engine_cls: type[WeightTransferEngine[Any, Any]],
+    entry: EngineEntry,
+    links: list[Link],
+    config: WeightTransferConfig,
+    sender: Facts,
+    bucket_size_bytes: int,
+    base_message: dict[str, Any],
+    deadline: float,
+) -> Channel:
+    """Open one channel: the trainer's end, and every worker's at the same time.
+
+    Raises:
+        BackendUnavailable, ConfigError: the first worker's refusal; `worker` says which.
+        WorkerLost: a worker is gone; `worker` says which.
+        TransferTimeout: not all came together before the deadline.
+        TransferError: it failed for another reason.
+
+    After an error nothing is left open on either side.
+    """
+    engine_cls.check_available()
+    session_id = secrets.token_hex(8)
+    plan = SessionPlan(
+        session_id=session_id,
+        token=secrets.token_hex(16),
+        config=config,
+        bucket_size_bytes=bucket_size_bytes,
+        sender=sender,
+        workers=tuple(link.facts for link in links),
+        deadline_s=max(0.1, deadline - time.monotonic()),
+    )
+    try:
+        handle, infos = engine_cls.trainer_open(plan)
+    except RayxferError:
+        raise
+    except Exception as error:
+        raise TransferError(
+            f"backend {backend!r} could not open the sender's end: {type(error).__name__}: {error}",
+            phase="connect",
+            cause=portable_cause(error),
+        ) from error
+    channel = Channel(backend, engine_cls, links, plan, handle, infos[0] if infos else {})
+    settings = {**asdict(config), "backend": backend}
+    messages = [
+        {
+            **base_message,
+            "session_id": session_id,
+            "entry": asdict(entry),
+            "config": settings,
+            "init_info": info,
+            "parallel_config": {"rank": position, "world_size": len(links)},
+            "wait_s": SLICE_S,
+        }
+        for position, info in enumerate(infos)
+    ]
+    try:
+        _await_all(channel, messages, deadline)
+    except BaseException:
+        channel.abort()
+        for link in links:
+            link.signal("abort", {**base_message, "round_id": -1})
+        channel.close()
+        raise
+    return channel
+
+
+def _await_all(channel: Channel, messages: list[dict[str, Any]], deadline: float) -> None:
+    changed = threading.Event()
+    own = spawn(
+        lambda: channel.engine_cls.trainer_connect(
+            channel.handle, max(0.1, deadline - time.monotonic())
+        ),
+        "rayxfer-connect",
+    )
+    pending: dict[int, Future[Any]] = {}
+
+    def issue(position: int) -> None:
+        future = channel.links[position].call("connect", messages[position])
+        pending[position] = future
+        future.add_done_callback(lambda _: changed.set())
+
+    own.add_done_callback(lambda _: changed.set())
+    for position in range(len(channel.links)):
+        issue(position)
+    problems: dict[int, RayxferError] = {}
+    while pending or not own.done():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            late = sorted(channel.links[p].rank for p in pending)
+            raise _root(problems) or TransferTimeout(
+                f"connect over {channel.backend!r} took longer than connect_timeout_s="
+                f"{channel.plan.config.connect_timeout_s:g}; still waiting for "
+                f"{'worker ' + ', '.join(map(str, late)) if late else 'the sender itself'}",
+                phase="connect",
+                worker=late[0] if late else None,
+            )
+        changed.wait(min(left, 0.5) if not problems else min(left, 0.2))
+        changed.clear()
+        for position, future in list(pending.items()):
+            if not future.done():
+                continue
+            del pending[position]
+            answer = outcome(future, channel.links[position].rank)
+            if isinstance(answer, RayxferError):
+                problems[position] = answer
+            elif "need" in answer:
+                problems[position] = WorkerLost(
+                    f"worker {channel.links[position].rank} was restarted",
+                    phase="connect",
+                    worker=channel.links[position].rank,
+                )
+            elif not answer["done"]:
+                issue(position)
+        if problems:
+            # one failure fails all: do not wait for the others to time out
+            raise _root(problems) or next(iter(problems.values()))
+    error = own.exception()
+    if error is not None:
+        raise TransferError(
+            f"connect over {channel.backend!r} failed at the sender: {type(error).__name__}: {error}",
+            phase="connect",
+            cause=portable_cause(error),
+        )
+
+
+def _root(problems: dict[int, RayxferError]) -> RayxferError | None:
+    """The most telling of several: a refusal or a death explains the others' broken connections."""
+    order: tuple[Callable[[RayxferError], bool], ...] = (
+        lambda e: isinstance(e, WorkerLost),
+        lambda e: isinstance(e, (ConfigError, BackendUnavailable)),
+    )
+    for fits in order:
+        for error in problems.values():
+            if fits(error):
+                return error
+    return next(iter(problems.values()), None)

@@ -1,0 +1,147 @@
+"""How to reach a worker: messages in, futures out. The sender and the coordinator know only this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from rayxfer.errors import ConfigError, RayxferError, TransferError, WorkerLost, portable_cause
+from rayxfer.session import WorkerSession
+
+__all__ = ["InProcessClient", "RayClient", "WorkerClient", "client_for"]
+
+
+class WorkerClient(ABC):
+    """One worker's control plane."""
+
+    @abstractmethod
+    def call(self, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
+        """A message that may take up to about a second to be answered."""
+
+    def signal(self, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
+        """An urgent message, which must not wait behind `call`."""
+        return self.call(op, message)
+
+    def check(self) -> None:  # noqa: B027 - a client without a check is fine
+        """Raise ConfigError if this cannot be a worker at all."""
+
+
+class RayClient(WorkerClient):
+    """A Ray actor that is a `WorkerMixin`."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def check(self) -> None:
+        if not hasattr(self.handle, "rayxfer_call"):
+            raise ConfigError(
+                f"{self.handle!r} is no inference worker: its class has to inherit rayxfer.WorkerMixin "
+                "and call rayxfer_bind(model)"
+            )
+
+    def call(self, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
+        return self._send(self.handle.rayxfer_call, op, message)
+
+    def signal(self, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
+        return self._send(self.handle.rayxfer_signal, op, message)
+
+    @staticmethod
+    def _send(method: Any, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
+        try:
+            future: Future[dict[str, Any]] = method.remote(op, message).future()
+        except Exception as error:  # Ray raises at once for an actor that it knows to be dead
+            future = Future()
+            future.set_exception(error)
+        return future
+
+
+class InProcessClient(WorkerClient):
+    """A session in this process: for tests, benchmarks and checks without Ray."""
+
+    def __init__(self, session: WorkerSession) -> None:
+        self.session = session
+
+    def call(self, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
+        return spawn(lambda: self.session.handle(op, message), f"rayxfer-client-{op}")
+
+
+def client_for(worker: Any) -> WorkerClient:
+    """The client for what a user put in the list of workers."""
+    return worker if isinstance(worker, WorkerClient) else RayClient(worker)
+
+
+def spawn(function: Callable[[], Any], name: str) -> Future[Any]:
+    """Run `function` in a daemon thread of its own; a future for its outcome."""
+    import threading
+
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def outcome(future: Future[dict[str, Any]], rank: int | None) -> dict[str, Any] | RayxferError:
+    """A finished call's answer, or its error as one of ours, with the worker's rank filled in."""
+    error = future.exception()
+    result: dict[str, Any] | RayxferError
+    if error is None:
+        answer = future.result()
+        result = answer["error"] if isinstance(answer.get("error"), RayxferError) else answer
+    else:
+        result = mapped_error(error, rank)
+    if (
+        isinstance(result, RayxferError)
+        and rank is not None
+        and getattr(result, "worker", 0) is None
+    ):
+        result.worker = rank  # type: ignore[attr-defined]
+        result.message = f"worker {rank}: {result.message}"
+    return result
+
+
+def mapped_error(error: BaseException, rank: int | None) -> RayxferError:
+    """Ray's exceptions in our words: what the callee raised, or a `WorkerLost`."""
+    inner = getattr(error, "cause", None)
+    if isinstance(inner, RayxferError) and type(error).__name__.startswith("RayTaskError"):
+        return inner
+    if isinstance(error, RayxferError):
+        return error
+    if is_lost(error):
+        first = str(error).strip().splitlines()
+        return WorkerLost(
+            f"the actor is gone: {type(error).__name__}: {first[0] if first else ''}",
+            worker=rank,
+            cause=portable_cause(error),
+        )
+    shown = inner if isinstance(inner, BaseException) else error
+    return TransferError(
+        f"{type(shown).__name__}: {shown}", worker=rank, cause=portable_cause(shown)
+    )
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an exception of Ray's means that the actor cannot be reached."""
+    import sys
+
+    exceptions = sys.modules.get("ray.exceptions")
+    if exceptions is None:
+        return False
+    return isinstance(
+        error,
+        (
+            exceptions.ActorDiedError,
+            exceptions.ActorUnavailableError,
+            exceptions.RayActorError,
+            exceptions.WorkerCrashedError,
+            exceptions.NodeDiedError,
+            exceptions.TaskCancelledError,
+        ),
+    )

@@ -1,0 +1,411 @@
+"""`Controller`: the handle that a user holds. Ray is used here and in `client.py` only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from rayxfer.client import is_lost, mapped_error, spawn
+from rayxfer.config import WeightTransferConfig
+from rayxfer.coordinator import Coordinator
+from rayxfer.errors import (
+    ConfigError,
+    ControllerBusy,
+    ControllerClosed,
+    RayxferError,
+    TransferTimeout,
+)
+from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
+from rayxfer.report import Status, SyncReport
+from rayxfer.sender import Sender
+from rayxfer.source import WeightSource, as_source, is_sharded, named_tensors, num_shards
+
+__all__ = ["Controller"]
+
+NAMESPACE = "rayxfer"
+_MARGIN_S = 15.0
+_STATUS_TIMEOUT_S = 10.0
+
+
+class _CoordinatorActor(Coordinator):
+    """The plain class, plus a clock. Runs as a Ray actor."""
+
+    def __init__(
+        self, name: str, workers: list[Any], config: WeightTransferConfig, entries: bytes
+    ) -> None:
+        super().__init__(name, workers, config, entries, _owner_alive)
+        threading.Thread(target=self._tick_forever, name="rayxfer-tick", daemon=True).start()
+
+    def _tick_forever(self) -> None:
+        while not self._closed:
+            time.sleep(1.0)
+            self.tick()
+
+    @ray.method(concurrency_group="status")
+    def status(self) -> Status:
+        return super().status()
+
+    @ray.method(concurrency_group="status")
+    def controller_id(self) -> str:
+        return super().controller_id()
+
+    @ray.method(concurrency_group="status")
+    def renew(self, round_id: int) -> None:
+        super().renew(round_id)
+
+
+def _owner_alive(owner: dict[str, Any]) -> bool:
+    try:
+        actor = ray.get_actor(owner["name"], namespace=NAMESPACE)
+        found: str = ray.get(actor.controller_id.remote(), timeout=2.0)
+    except ValueError:
+        return False  # Ray knows no such actor
+    except ray.exceptions.GetTimeoutError:
+        return True  # slow is not dead
+    except ray.exceptions.RayError:
+        return False
+    return bool(found == owner["controller_id"])
+
+
+class _Remote:
+    """The coordinator, called through its actor handle. Errors come back as ours."""
+
+    def __init__(self, actor: Any, name: str, timeout_s: float) -> None:
+        self._actor, self._name, self._timeout_s = actor, name, timeout_s
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        timeout = self._timeout_s if timeout_s is None else timeout_s
+        try:
+            return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout)
+        except ray.exceptions.GetTimeoutError as error:
+            raise TransferTimeout(
+                f"controller {self._name!r} did not answer {method!r} within {timeout:g} s",
+                cause=error,
+            ) from error
+        except Exception as error:
+            if is_lost(error):
+                raise ControllerClosed(
+                    f"controller {self._name!r} is gone: {type(error).__name__}", cause=error
+                ) from error
+            raise mapped_error(error, None) from error
+
+    def begin(self, request: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self.call("begin", request)
+        return answer
+
+    def renew(self, round_id: int) -> None:
+        self.call("renew", round_id, timeout_s=5.0)
+
+    def commit(self, round_id: int, version: int) -> None:
+        self.call("commit", round_id, version)
+
+    def settle(self, round_id: int, rows: list[dict[str, Any]]) -> None:
+        self.call("settle", round_id, rows)
+
+
+_senders: dict[str, Sender] = {}
+_senders_lock = threading.Lock()
+
+
+class Controller:
+    """Keeps a fleet of inference workers at one version of the weights.
+
+    A handle: it can be pickled to another process (a trainer actor), and every copy talks to the
+    same controller actor. Not detached, that actor dies with its creator, so create it in the
+    driver.
+
+    Args:
+        workers: Ray actors that are inference workers (`InferenceActor`, or any actor whose class
+            inherits `WorkerMixin`). None: attach to the running controller called `name`.
+        config: settings; default `WeightTransferConfig()`.
+        name: in Ray's namespace "rayxfer"; default unique.
+        detached: live until `shutdown()`, beyond the creator.
+
+    Raises:
+        ConfigError: a worker that is none or is owned by another controller, a wrong number of
+            backends, a live name with other workers or another config.
+        UnknownBackend: before anything is touched. BackendUnavailable: a worker cannot run it.
+        WorkerLost, TransferTimeout: a worker does not answer.
+
+    After an error no controller actor is left.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Any] | None = None,
+        config: WeightTransferConfig | None = None,
+        *,
+        name: str | None = None,
+        detached: bool = False,
+    ) -> None:
+        if config is not None and not isinstance(config, WeightTransferConfig):
+            raise ConfigError(f"config is a {type(config).__name__}, not a WeightTransferConfig")
+        if workers is None and name is None:
+            raise ConfigError("Controller() needs workers, or the name of a running controller")
+        if workers is not None and not isinstance(workers, (list, tuple)):
+            raise ConfigError(f"workers is a {type(workers).__name__}: expected a list of actors")
+        self._name = name if name is not None else f"rayxfer-{uuid.uuid4().hex[:12]}"
+        self._entries: dict[str, EngineEntry] = {}
+        if workers is None:
+            self._attach()
+        else:
+            self._create(list(workers), config, detached, maybe_running=name is not None)
+
+    def _attach(self) -> None:
+        try:
+            self._actor = ray.get_actor(self._name, namespace=NAMESPACE)
+        except ValueError as error:
+            raise ControllerClosed(
+                f"no controller named {self._name!r} is running", cause=error
+            ) from error
+        remote = _Remote(self._actor, self._name, _STATUS_TIMEOUT_S)
+        self._config: WeightTransferConfig = remote.call("config")
+        self._entries = pickle.loads(remote.call("entries"))
+
+    def _create(
+        self,
+        workers: list[Any],
+        config: WeightTransferConfig | None,
+        detached: bool,
+        *,
+        maybe_running: bool,
+    ) -> None:
+        self._config = config if config is not None else WeightTransferConfig()
+        backend = self._config.backend
+        if not isinstance(backend, str) and len(backend) != len(workers):
+            raise ConfigError(
+                f"backend lists {len(backend)} names for {len(workers)} workers: one per worker, or a "
+                "single name"
+            )
+        for one in self._config.backends:
+            if one != "auto":
+                self._entries[one] = WeightTransferEngineFactory.entry(one)
+        if self._config.load_mode == "mapped":
+            raise ConfigError('load_mode="mapped" is not built yet: use "in_place" or "staged"')
+        if maybe_running:
+            try:
+                self._actor = ray.get_actor(self._name, namespace=NAMESPACE)
+            except ValueError:
+                pass  # nobody of that name: make it
+            else:
+                _Remote(self._actor, self._name, _STATUS_TIMEOUT_S).call(
+                    "same_request", workers, config
+                )
+                return
+        actor_class = ray.remote(concurrency_groups={"status": 4})(_CoordinatorActor)
+        options: dict[str, Any] = {"name": self._name, "namespace": NAMESPACE, "num_cpus": 0}
+        if detached:
+            options["lifetime"] = "detached"
+        try:
+            self._actor = actor_class.options(**options).remote(
+                self._name, workers, self._config, pickle.dumps(self._entries)
+            )
+            self._remote().call("open")
+        except BaseException as error:
+            actor = getattr(self, "_actor", None)
+            if actor is not None:
+                ray.kill(actor)
+            if isinstance(error, RayxferError) or not isinstance(error, Exception):
+                raise
+            raise _creation_error(error) from error
+
+    # ---- the handle -----------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name under which `Controller(name=…)` finds this controller."""
+        return self._name
+
+    @property
+    def config(self) -> WeightTransferConfig:
+        """The settings it was made with."""
+        return self._config
+
+    def __repr__(self) -> str:
+        return f"Controller(name={self._name!r})"
+
+    def _remote(self) -> _Remote:
+        config = self._config
+        # begin may first have to end a dead trainer's round, and look for lost workers
+        timeout = config.connect_timeout_s + 2 * config.stall_timeout_s + _MARGIN_S
+        return _Remote(self._actor, self._name, timeout)
+
+    def _sender(self) -> Sender:
+        """One per controller and process, however many copies of the handle there are."""
+        key = str(self._actor._actor_id.hex())
+        with _senders_lock:
+            if key not in _senders:
+                _senders[key] = Sender(self._remote(), dict(self._entries))
+            return _senders[key]
+
+    def sync_weights(
+        self,
+        model: Any,
+        *,
+        version: int | None = None,
+        partial: bool = False,
+        trainer_group: Any = None,
+    ) -> SyncReport:
+        """Bring every worker to a new version of the weights.
+
+        Args:
+            model: an `nn.Module`, a mapping of names to tensors, a `WeightSource`, or the handle
+                (or handles) of trainer actors, which then send their own model. Never changed,
+                and free to be changed the moment this returns.
+            version: the new version; default one above the committed. Must be above it.
+            partial: offer only some of the weights; the rest stays.
+            trainer_group: not built yet.
+
+        Returns:
+            the report: version, bytes, seconds, one row per worker.
+
+        Raises:
+            ContractError: the offer does not fit (from preflight: nothing has changed), or the
+                source yields other than it declared (in-place workers that had begun are TORN).
+            ControllerBusy, StateError, ControllerClosed: nothing has changed.
+            PartialUpdate: committed, but not by every worker (on_worker_failure="raise").
+            TransferError, TransferTimeout: no worker took it; nothing was committed. Whoever had
+                begun to load in place is TORN; the next sync repairs it.
+        """
+        handles = _trainer_handles(model)
+        if handles:
+            return self._sync_trainers(handles, version, partial)
+        source = as_source(model)
+        _check_local(model, source, trainer_group)
+
+        def run() -> SyncReport:
+            sender = self._sender()
+            if not sender.lock.acquire(blocking=False):
+                raise ControllerBusy(
+                    f"controller {self._name!r} is busy with another sync of this process"
+                )
+            try:
+                return sender.sync(source, version=version, partial=partial)
+            finally:
+                sender.lock.release()
+
+        report: SyncReport = spawn(run, "rayxfer-sync").result() if _in_event_loop() else run()
+        return report
+
+    def _sync_trainers(self, handles: list[Any], version: int | None, partial: bool) -> SyncReport:
+        refs = [h.sync_weights.remote(self, version=version, partial=partial) for h in handles]
+        reports: list[SyncReport] = []
+        first: Exception | None = None
+        for ref in refs:
+            try:
+                reports.append(ray.get(ref))
+            except Exception as error:
+                first = first if first is not None else error
+        if first is not None:
+            raise mapped_error(first, None) from first
+        return reports[0]
+
+    def status(self) -> Status:
+        """The committed version and every worker as last seen; answers during a sync, too.
+
+        Raises:
+            ControllerClosed: the controller was shut down.
+        """
+        status: Status = self._remote().call("status", timeout_s=_STATUS_TIMEOUT_S)
+        return status
+
+    def add_workers(
+        self, workers: Sequence[Any], backend: str | Sequence[str] | None = None
+    ) -> list[int]:
+        """New members, at the next ranks (returned). They hold the committed version after the
+        next sync; until then `status()` says CONNECTING.
+
+        Raises:
+            as the constructor; ControllerBusy: a sync is under way. Then nobody was added.
+        """
+        default = self._config.backend if isinstance(self._config.backend, str) else "auto"
+        names = (
+            [backend or default] * len(workers)
+            if backend is None or isinstance(backend, str)
+            else list(backend)
+        )
+        if len(names) != len(workers):
+            raise ConfigError(f"backend lists {len(names)} names for {len(workers)} workers")
+        for name in names:
+            if name != "auto":
+                self._entries.setdefault(name, WeightTransferEngineFactory.entry(name))
+        ranks: list[int] = self._remote().call("add_workers", list(workers), names)
+        return ranks
+
+    def remove_workers(self, workers: Sequence[Any]) -> None:
+        """Members no more, by rank or by handle. They keep the weights they hold.
+
+        Raises:
+            ConfigError: no such member. ControllerBusy: a sync is under way.
+        """
+        ranks = [w for w in workers if isinstance(w, int)]
+        self._remote().call("remove_workers", ranks, [w for w in workers if not isinstance(w, int)])
+
+    def shutdown(self) -> None:
+        """End the controller and let the workers go; never kills them. Safe to call twice."""
+        with _senders_lock:
+            sender = _senders.pop(str(self._actor._actor_id.hex()), None)
+        if sender is not None:
+            sender.close()
+        if not ray.is_initialized():
+            return
+        with contextlib.suppress(ControllerClosed, TransferTimeout):  # gone, or about to be
+            self._remote().call("close", timeout_s=30.0)
+        ray.kill(self._actor)
+
+    def __enter__(self) -> Controller:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+
+def _in_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _trainer_handles(model: Any) -> list[Any]:
+    """The trainer actors in `model`, or [] if it is something else."""
+    candidates = list(model) if isinstance(model, (list, tuple)) and model else [model]
+    if not all(isinstance(one, ray.actor.ActorHandle) for one in candidates):
+        return []
+    for one in candidates:
+        if not hasattr(one, "sync_weights"):
+            raise ConfigError(
+                f"{one!r} is no trainer: its class needs sync_weights(controller, *, version=None, "
+                "partial=False)"
+            )
+    return candidates
+
+
+def _check_local(model: Any, source: WeightSource, trainer_group: Any) -> None:
+    """Collective syncs are a seam: refuse them rather than send one rank's view as the whole."""
+    collective = trainer_group is not None or type(source).held_names is not WeightSource.held_names
+    if not collective and not isinstance(model, WeightSource):
+        tensors = (
+            named_tensors(model).values() if hasattr(model, "named_parameters") else model.values()
+        )
+        collective = any(is_sharded(t) and num_shards(t) > 1 for t in tensors)
+    if collective:
+        raise ConfigError(
+            "a sync over several trainer ranks (DTensors, held_names() or trainer_group) is not built "
+            "yet: gather on one rank and sync from there"
+        )
+
+
+def _creation_error(error: Exception) -> RayxferError:
+    return ConfigError(
+        f"the controller could not be made: {type(error).__name__}: {error}", cause=error
+    )

@@ -1,0 +1,231 @@
+"""Packed broadcast from one sender to all workers of a channel, over any process group.
+
+Shared by `gloo` (CPU) and `nccl`. What differs between devices is a `Group`: how an operation is
+started, waited for and broken off. Two buckets are in flight: the next is packed (or received) while
+this one travels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from rayxfer.base import LoadWeights
+from rayxfer.errors import ContractError
+from rayxfer.metadata import ParamMeta, metadata_from_wire
+from rayxfer.packing import Bucket, as_bytes, plain, plan_buckets, view_piece, write_piece
+
+__all__ = [
+    "Group",
+    "deliver",
+    "expect_end",
+    "next_tensor",
+    "receive_buckets",
+    "send_buckets",
+    "wire_metadata",
+]
+
+IN_FLIGHT = 2
+
+
+class Group(ABC):
+    """A process group whose rank 0 is the sender."""
+
+    device: torch.device
+
+    @abstractmethod
+    def start(self, buffer: torch.Tensor) -> Any:
+        """Begin to broadcast `buffer` (flat uint8) from rank 0; returns something to wait for."""
+
+    @abstractmethod
+    def wait(self, work: Any) -> None:
+        """Return when done; raise when it failed or the group was aborted."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Make every pending and later operation raise soon. From any thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Safe to call twice."""
+
+
+def wire_metadata(update_info: Any) -> tuple[ParamMeta, ...]:
+    """The metadata in a built-in engine's update info (a dict or the typed dataclass)."""
+    if not isinstance(update_info, dict):
+        update_info = {k: getattr(update_info, k) for k in ("names", "dtype_names", "shapes")}
+    return metadata_from_wire(update_info)
+
+
+def next_tensor(iterator: Iterator[tuple[str, torch.Tensor]], meta: ParamMeta) -> torch.Tensor:
+    """The next tensor of the stream, which must be the one that the metadata names next.
+
+    Raises:
+        ContractError: it is another, or the stream has ended.
+    """
+    try:
+        name, tensor = next(iterator)
+    except StopIteration:
+        raise ContractError(f"the stream ended before {meta.name!r}", name=meta.name) from None
+    if name != meta.name or tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
+        raise ContractError(
+            f"the stream yielded {name!r} {list(tensor.shape)}, metadata says {meta.name!r} {meta}",
+            name=meta.name,
+        )
+    return tensor
+
+
+class Staging:
+    """Two buffers that live as long as the channel, so that a steady state allocates nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: list[torch.Tensor | None] = [None] * IN_FLIGHT
+
+    def get(self, turn: int, num_bytes: int) -> torch.Tensor:
+        slot = turn % IN_FLIGHT
+        buffer = self._buffers[slot]
+        if buffer is None or buffer.numel() < num_bytes:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self._buffers[slot] = buffer
+        return buffer[:num_bytes]
+
+
+def send_buckets(
+    group: Group,
+    staging: Staging,
+    iterator: Iterator[tuple[str, torch.Tensor]],
+    metadata: Sequence[ParamMeta],
+    bucket_size_bytes: int,
+) -> None:
+    """Sender: pack and broadcast every bucket. Returns when all bytes are out."""
+    pending: list[Any] = []
+    turn = 0
+    for bucket in plan_buckets(metadata, bucket_size_bytes).buckets:
+        if bucket.num_bytes > bucket_size_bytes:
+            # One large tensor travels alone, from where it lies: no staging. Drained at once, since
+            # its owner may change it as soon as the next one is asked for.
+            for piece in bucket.pieces:
+                tensor = plain(next_tensor(iterator, metadata[piece.tensor]))
+                if piece.num_bytes:
+                    pending.append(group.start(as_bytes(tensor.to(group.device))))
+                    while pending:
+                        group.wait(pending.pop(0))
+            continue
+        if len(pending) == IN_FLIGHT:
+            group.wait(pending.pop(0))
+        buffer = staging.get(turn, bucket.num_bytes)
+        for piece in bucket.pieces:
+            write_piece(piece, next_tensor(iterator, metadata[piece.tensor]), buffer)
+        if bucket.num_bytes:
+            pending.append(group.start(buffer))
+            turn += 1
+    expect_end(iterator)
+    while pending:
+        group.wait(pending.pop(0))
+
+
+def expect_end(iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+    """The stream must be over.
+
+    Raises:
+        ContractError: it yields one more.
+    """
+    extra = next(iterator, None)
+    if extra is not None:
+        raise ContractError(f"the stream yielded {extra[0]!r} after the last name", name=extra[0])
+
+
+def receive_buckets(
+    group: Group,
+    staging: Staging,
+    metadata: Sequence[ParamMeta],
+    bucket_size_bytes: int,
+    load_weights: LoadWeights,
+) -> None:
+    """Worker: receive every bucket and hand over its tensors, the next one already on its way."""
+    buckets = plan_buckets(metadata, bucket_size_bytes).buckets
+    started: list[tuple[Bucket, torch.Tensor | None, Any, bool]] = []
+    turn = 0
+
+    def start(bucket: Bucket) -> None:
+        nonlocal turn
+        if not bucket.num_bytes:
+            started.append((bucket, None, None, False))
+            return
+        large = bucket.num_bytes > bucket_size_bytes
+        landing = None
+        if large:
+            meta = metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
+            landing = _landing(load_weights, meta, group.device)
+            buffer = (
+                landing
+                if landing is not None
+                else torch.empty(bucket.num_bytes, dtype=torch.uint8, device=group.device)
+            )
+        else:
+            buffer = staging.get(turn, bucket.num_bytes)
+            turn += 1
+        started.append((bucket, buffer, group.start(buffer), landing is not None))
+
+    ahead = iter(buckets)
+    for bucket in ahead:
+        start(bucket)
+        if len(started) == IN_FLIGHT:
+            break
+    while started:
+        bucket, buffer, work, landed = started[0]
+        if work is not None:
+            group.wait(work)
+        deliver(
+            bucket,
+            metadata,
+            buffer,
+            load_weights,
+            landed=landed,
+            bucket_size_bytes=bucket_size_bytes,
+        )
+        started.pop(0)
+        following = next(ahead, None)
+        if following is not None:
+            start(following)
+
+
+def _landing(
+    load_weights: LoadWeights, meta: ParamMeta, device: torch.device
+) -> torch.Tensor | None:
+    find = getattr(load_weights, "landing", None)
+    place = find(meta.name) if find is not None else None
+    return place if place is not None and place.device == device else None
+
+
+def deliver(
+    bucket: Bucket,
+    metadata: Sequence[ParamMeta],
+    buffer: torch.Tensor | None,
+    load_weights: LoadWeights,
+    *,
+    landed: bool,
+    bucket_size_bytes: int,
+) -> None:
+    """Hand one complete bucket to the loader: views where it only copies, else its own memory.
+
+    A buffer of a large tensor is nobody else's, so it is given away without another copy.
+    """
+    views = getattr(load_weights, "copies_only", False) or bucket.num_bytes > bucket_size_bytes
+    items: list[tuple[str, torch.Tensor]] = []
+    for piece in bucket.pieces:
+        meta = metadata[piece.tensor]
+        if landed and piece.num_bytes:
+            load_weights.landed(meta.name)  # type: ignore[attr-defined]
+            continue
+        if buffer is None or not piece.num_bytes:
+            items.append((meta.name, torch.empty(meta.shape, dtype=meta.dtype)))
+            continue
+        view = view_piece(piece, meta, buffer)
+        items.append((meta.name, view if views else view.clone()))
+    if items:
+        load_weights(items)

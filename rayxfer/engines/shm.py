@@ -1,0 +1,194 @@
+"""`shm`: a ring of buckets in shared memory, for a sender and CPU workers on one host.
+
+The ring is small on purpose: what the sender has just written is still in the processor's cache
+when the workers read it. Workers read one slot while the sender fills the other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rayxfer.base import (
+    LoadWeights,
+    SessionPlan,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from rayxfer.engines.collective import deliver, expect_end, next_tensor, wire_metadata
+from rayxfer.engines.ring import RingReader, RingWriter
+from rayxfer.errors import BackendUnavailable, StateError
+from rayxfer.packing import ALIGNMENT_BYTES, align, as_bytes, plain, plan_buckets, write_piece
+
+__all__ = ["ShmEngine", "ShmInitInfo", "ShmUpdateInfo"]
+
+_SLOTS = 2
+_MIN_SLOT_BYTES = 64 << 10
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Where the ring is: the sender's process and descriptor, and what proves that it is the one.
+
+    Attributes:
+        pid, fd: opened as /proc/<pid>/fd/<fd>.
+        inode, file_bytes, nonce: checked after opening.
+        bucket_size_bytes: the sender's wire unit.
+    """
+
+    pid: int
+    fd: int
+    inode: int
+    file_bytes: int
+    nonce: str
+    bucket_size_bytes: int
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """What one round carries: names, bare dtype names, shapes, in the order of the stream."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """A ring in a memory file. See the module's text."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+    copies_before_next = True
+    default_bucket_size_bytes = 4 << 20
+
+    _ring: RingReader | None = None
+    _info: ShmInitInfo | None = None
+
+    @classmethod
+    def check_available(cls) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise BackendUnavailable("shm needs Linux: this system has no memfd_create")
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        """Map the sender's ring. Raises BackendUnavailable where it cannot be opened."""
+        self._info = init_info
+        self._ring = RingReader(
+            reader=self.parallel_config.rank,
+            pid=init_info.pid,
+            fd=init_info.fd,
+            inode=init_info.inode,
+            file_bytes=init_info.file_bytes,
+            nonce=init_info.nonce,
+        )
+
+    def receive_weights(self, update_info: ShmUpdateInfo, load_weights: LoadWeights) -> None:
+        """Receive one round. Raises TransferError when the round is aborted."""
+        ring, info = self._ring, self._info
+        if ring is None or info is None:
+            raise StateError("shm: receive_weights before init_transfer_engine")
+        metadata = wire_metadata(update_info)
+        size = info.bucket_size_bytes
+        landing = getattr(load_weights, "landing", None)
+        progress = getattr(load_weights, "progress", None)
+        for bucket in plan_buckets(metadata, size).buckets:
+            if bucket.num_bytes <= ring.slot_bytes:
+                buffer = ring.slot() if bucket.num_bytes else None
+                # a bucket over the user's size sits in the ring all the same: views, as any other
+                deliver(
+                    bucket,
+                    metadata,
+                    buffer,
+                    load_weights,
+                    landed=False,
+                    bucket_size_bytes=ring.slot_bytes,
+                )
+                if buffer is not None:
+                    ring.release()
+                continue
+            meta = metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
+            place = landing(meta.name) if landing is not None else None
+            target = (
+                place if place is not None else torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            )
+            for start in range(0, bucket.num_bytes, ring.slot_bytes):
+                part = target[start : start + ring.slot_bytes]
+                part.copy_(ring.slot()[: part.numel()])
+                ring.release()
+                if progress is not None:
+                    progress(0)
+            deliver(
+                bucket,
+                metadata,
+                target,
+                load_weights,
+                landed=place is not None,
+                bucket_size_bytes=ring.slot_bytes,
+            )
+
+    def abort(self) -> None:
+        if self._ring is not None:
+            self._ring.abort()
+
+    def shutdown(self) -> None:
+        """Drop the mapping. Safe to call twice."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.abort()
+
+    @staticmethod
+    def trainer_send_weights(
+        iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any]
+    ) -> None:
+        """Write one round into the ring; returns once every worker has read it."""
+        ring, plan = trainer_args["channel"]
+        metadata = wire_metadata(trainer_args["update_info"])
+        for bucket in plan_buckets(metadata, plan.bucket_size_bytes).buckets:
+            if bucket.num_bytes <= ring.slot_bytes:
+                slot = ring.slot() if bucket.num_bytes else None
+                for piece in bucket.pieces:
+                    tensor = next_tensor(iterator, metadata[piece.tensor])
+                    if slot is not None:
+                        write_piece(piece, tensor, slot)
+                if slot is not None:
+                    ring.publish()
+                continue
+            for piece in bucket.pieces:
+                tensor = next_tensor(iterator, metadata[piece.tensor])
+                if not piece.num_bytes:
+                    continue
+                flat = as_bytes(plain(tensor))
+                for start in range(0, flat.numel(), ring.slot_bytes):
+                    part = flat[start : start + ring.slot_bytes]
+                    ring.slot()[: part.numel()].copy_(part)
+                    ring.publish()
+        expect_end(iterator)
+        ring.drain()
+
+    @classmethod
+    def trainer_open(
+        cls, plan: SessionPlan
+    ) -> tuple[tuple[RingWriter, SessionPlan], list[dict[str, Any]]]:
+        cls.check_available()
+        slot_bytes = align(max(plan.bucket_size_bytes, _MIN_SLOT_BYTES), ALIGNMENT_BYTES)
+        ring = RingWriter(
+            slot_bytes=slot_bytes, slots=_SLOTS, readers=len(plan.workers), nonce=plan.token
+        )
+        info = {
+            **ring.describe(),
+            "bucket_size_bytes": plan.bucket_size_bytes,
+            **plan.config.init_info,
+        }
+        return (ring, plan), [dict(info) for _ in plan.workers]
+
+    @classmethod
+    def trainer_abort(cls, channel: tuple[RingWriter, SessionPlan]) -> None:
+        channel[0].abort()
+
+    @classmethod
+    def trainer_close(cls, channel: tuple[RingWriter, SessionPlan]) -> None:
+        channel[0].close()

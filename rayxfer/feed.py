@@ -1,0 +1,109 @@
+"""From one pass over the source to every channel: bounded queues, and a way to break them off."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+
+from rayxfer.errors import RayxferError
+
+__all__ = ["Feed"]
+
+Batch = list[tuple[str, torch.Tensor]]
+
+
+class Feed:
+    """One channel's end of the pass: the iterator that `trainer_send_weights` is given.
+
+    At most one batch waits while one is consumed. `next` raises the error of `abort`.
+
+    Attributes:
+        starved: the consumer is waiting for the source (so the channel is not what is slow).
+        last_name: the last name handed out.
+        handed: how many tensors were handed out.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._batches: deque[Batch] = deque()
+        self._local: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._closed = False
+        self._finished = False
+        self._error: RayxferError | None = None
+        self.starved = False
+        self.last_name: str | None = None
+        self.handed = 0
+
+    def put(self, batch: Batch) -> None:
+        """Hand over a batch once there is room. Raises the error of `abort`."""
+        with self._changed:
+            self._wait(lambda: not self._batches)
+            if self._finished:
+                return
+            self._batches.append(batch)
+            self._changed.notify_all()
+
+    def wait_consumed(self) -> None:
+        """Return once all that was put is done with: the next one was asked for. Raises as `put`."""
+        with self._changed:
+            self._wait(lambda: not self._batches and self.starved)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        while not ready() and not self._finished:
+            if self._error is not None:
+                raise self._error
+            self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """The pass is over."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """The consumer wants no more: let a waiting `put` go."""
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    def abort(self, error: RayxferError) -> None:
+        """Make both sides raise `error`."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._changed.notify_all()
+
+    def __iter__(self) -> Feed:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        item = next(self._local, None)
+        if item is None:
+            item = self._next_batch()
+        self.last_name = item[0]
+        self.handed += 1
+        return item
+
+    def _next_batch(self) -> tuple[str, torch.Tensor]:
+        with self._changed:
+            self._local = iter(())
+            while True:
+                if self._error is not None:
+                    raise self._error
+                if self._batches:
+                    self.starved = False
+                    self._local = iter(self._batches.popleft())
+                    self._changed.notify_all()
+                    return next(self._local)
+                if self._closed:
+                    raise StopIteration
+                self.starved = True
+                self._changed.notify_all()
+                self._changed.wait()

@@ -1,0 +1,514 @@
+"""How a worker loads: what it expects, where each tensor goes, and proof of what it now holds.
+
+Two kinds. `ModuleLoader` (the default) knows every target: it is strict, casts where that is allowed,
+keeps ties, fuses by rule, and can tell the digest of what it wrote. `OpaqueLoader` wraps a model's
+own `load_weights`, or a user's function: it sees names, not effects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rayxfer.digest import digest, digest_many
+from rayxfer.errors import ContractError
+from rayxfer.metadata import ParamMeta, dtype_name
+from rayxfer.packing import as_bytes
+from rayxfer.source import FLOATS, Rename, apply_rename, named_tensors, tie_key
+
+__all__ = ["FuseRule", "ModuleLoader", "OpaqueLoader", "Preflight", "WeightLoader"]
+
+
+@dataclass
+class Preflight:
+    """What a loader says about an offer before a byte moves.
+
+    Attributes:
+        problems: everything that is wrong, in words; empty means go.
+        casts: name → "from -> to".
+        kept: names of the worker that the offer leaves alone.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    casts: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    first_name: str | None = None
+
+    def add(self, name: str | None, text: str) -> None:
+        if not self.problems:
+            self.first_name = name
+        self.problems.append(text)
+
+
+@dataclass(frozen=True)
+class FuseRule:
+    """Several offered tensors make one parameter of the worker.
+
+    `*` in the target matches anything and is put in the parts' `*`. Parts are laid side by side
+    along `dim` in the order given; with `stack=True` the single part pattern holds "{}", which
+    counts 0, 1, 2, … along a new leading dimension (experts).
+
+    Example:
+        FuseRule("*.qkv_proj.weight", ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"))
+        FuseRule("*.experts.w1", ("*.experts.{}.w1.weight",), stack=True)
+    """
+
+    target: str
+    parts: tuple[str, ...]
+    dim: int = 0
+    stack: bool = False
+
+    def parts_of(self, target_name: str, target: torch.Tensor) -> list[str] | None:
+        """Names of the parts of a parameter, or None where the rule does not fit its name."""
+        prefix, star, suffix = self.target.partition("*")
+        if not star:
+            if target_name != self.target:
+                return None
+            middle = ""
+        else:
+            if len(target_name) < len(prefix) + len(suffix):
+                return None
+            if not (target_name.startswith(prefix) and target_name.endswith(suffix)):
+                return None
+            middle = target_name[len(prefix) : len(target_name) - len(suffix)]
+        names = [part.replace("*", middle) for part in self.parts]
+        if self.stack:
+            names = [names[0].replace("{}", str(i)) for i in range(target.shape[0])]
+        return names
+
+
+class WeightLoader:
+    """What a session drives. One instance per round.
+
+    Attributes:
+        copies_only: True: `load` copies out of what it is given and keeps nothing, so it may be
+            handed views of a buffer that is used again.
+        one_to_one: True: every offered tensor has a known place, so `loaded` digests exist.
+    """
+
+    copies_only = False
+    one_to_one = False
+
+    def preflight(self, metadata: Sequence[ParamMeta], *, partial: bool) -> Preflight:
+        """Compare an offer with the worker. Changes nothing."""
+        raise NotImplementedError
+
+    def landing(self, index: int) -> torch.Tensor | None:
+        """Where tensor `index` may be written directly (flat uint8), or None."""
+        return None
+
+    def landed(self, index: int) -> None:
+        """The bytes of `landing(index)` are complete."""
+
+    def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
+        """Take some tensors, by their index in the metadata."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """After the last bucket, before the vote."""
+
+    def commit(self) -> None:
+        """The version was recorded: make it the live one (staged loads)."""
+
+    def discard(self) -> None:
+        """The round failed: drop what was kept aside."""
+
+    def loaded_digests(self) -> list[int] | None:
+        """Per metadata entry, the digest that the sender must have seen; None if not one to one.
+
+        For a cast tensor that is the digest of what was delivered, after checking here that the
+        parameter holds exactly its cast.
+        """
+        return None
+
+    def unproven(self) -> list[str] | None:
+        """Parameters of the worker not shown to be written; None: this loader does not say."""
+        return None
+
+    @property
+    def touched(self) -> bool:
+        """Whether the live weights may have changed."""
+        raise NotImplementedError
+
+
+@dataclass
+class _Target:
+    """A place for one offered tensor: (part of) a parameter."""
+
+    name: str
+    tensor: torch.Tensor
+    cast: bool
+    delivered: int | None = None
+    expected: int | None = None
+
+
+class ModuleLoader(WeightLoader):
+    """Writes by name into a module's parameters and persistent buffers.
+
+    Args:
+        module: the live model; its tensors are looked up anew each round.
+        rename: from offered names to the module's (see `rayxfer.source.apply_rename`).
+        fuse: rules for parameters that are made of several offered tensors.
+        staged: write into copies and swap the content in at `commit`.
+    """
+
+    copies_only = True
+    one_to_one = True
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        rename: Rename | None = None,
+        fuse: Sequence[FuseRule] = (),
+        staged: bool = False,
+        verify: bool = True,
+    ) -> None:
+        self._module = module
+        self._rename = rename
+        self._fuse = tuple(fuse)
+        self._staged = staged
+        self._verify = verify
+        self._targets: list[list[_Target]] = []
+        self._stage: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._written: set[int] = set()
+        self._touched = False
+        self._inference = False
+
+    # ---- preflight -----------------------------------------------------------------------------
+
+    def preflight(self, metadata: Sequence[ParamMeta], *, partial: bool) -> Preflight:
+        out = Preflight()
+        live = named_tensors(self._module)
+        keys = {name: tie_key(tensor) for name, tensor in live.items()}
+        self._inference = any(t.is_inference() for t in live.values())
+        parts = self._parts(live)
+        covered: set[Any] = set()
+        fused: dict[str, dict[str, ParamMeta]] = {}
+        owner: dict[str, str] = {}
+        self._targets = []
+        fused_places: dict[str, tuple[int, str]] = {}
+        for index, meta in enumerate(metadata):
+            places: dict[Any, _Target] = {}
+            for offered in (meta.name, *meta.aliases):
+                name = apply_rename(offered, self._rename)
+                if name in owner and owner[name] != offered:
+                    out.add(
+                        offered,
+                        f"{offered!r} and {owner[name]!r} both become {name!r} here: duplicate name",
+                    )
+                    continue
+                owner[name] = offered
+                if name in parts:
+                    fused.setdefault(parts[name], {})[name] = meta
+                    fused_places[name] = (index, offered)
+                elif name not in live:
+                    extra = f" (renamed to {name!r})" if name != offered else ""
+                    out.add(
+                        offered, f"unknown name {offered!r}{extra}: this worker has no such tensor"
+                    )
+                else:
+                    covered.add(keys[name])
+                    target = live[name]
+                    if self._compare(out, offered, meta, tuple(target.shape), target.dtype):
+                        places[keys[name]] = _Target(name, target, meta.dtype != target.dtype)
+            self._targets.append(list(places.values()))
+        self._place_fused(out, live, keys, fused, fused_places, covered)
+        seen: set[Any] = set()
+        for name, key in keys.items():
+            if key in covered or key in seen:
+                continue
+            seen.add(key)
+            if partial:
+                out.kept.append(name)
+            else:
+                target = live[name]
+                what = f"{dtype_name(target.dtype)}{list(target.shape)}"
+                out.add(name, f"missing name {name!r}: expected {what}, nothing offered")
+        if not metadata and not partial:
+            out.problems.insert(
+                0, "empty offer: a full sync has to offer every tensor of the worker"
+            )
+        if self._staged and not out.problems:
+            self._make_stage()
+        return out
+
+    def _parts(self, live: dict[str, torch.Tensor]) -> dict[str, str]:
+        """Offered name of a part → its fused parameter."""
+        found: dict[str, str] = {}
+        for target_name, target in live.items():
+            for rule in self._fuse:
+                for part in rule.parts_of(target_name, target) or ():
+                    if part not in live:
+                        found[part] = target_name
+        return found
+
+    def _place_fused(
+        self,
+        out: Preflight,
+        live: dict[str, torch.Tensor],
+        keys: dict[str, Any],
+        fused: dict[str, dict[str, ParamMeta]],
+        places: dict[str, tuple[int, str]],
+        covered: set[Any],
+    ) -> None:
+        for target_name, offered in fused.items():
+            target = live[target_name]
+            rule, names = next(
+                (rule, names)
+                for rule in self._fuse
+                if (names := rule.parts_of(target_name, target)) is not None
+            )
+            missing = [name for name in names if name not in offered]
+            if missing:
+                out.add(
+                    missing[0],
+                    f"missing name {missing[0]!r}: {target_name!r} is made of {names} and all its "
+                    "parts must be offered together",
+                )
+                covered.add(keys[target_name])
+                continue
+            start = 0
+            for position, name in enumerate(names):
+                index, offered_name = places[name]
+                meta = offered[name]
+                if rule.stack:
+                    place = target.select(0, position)
+                else:
+                    size = meta.shape[rule.dim] if len(meta.shape) > rule.dim else 0
+                    if start + size > target.shape[rule.dim]:
+                        out.add(
+                            offered_name,
+                            f"shape mismatch at {offered_name!r}: the parts of {target_name!r} "
+                            f"{list(target.shape)} add up to more than it along dim {rule.dim}",
+                        )
+                        break
+                    place = target.narrow(rule.dim, start, size)
+                    start += size
+                if self._compare(out, offered_name, meta, tuple(place.shape), target.dtype):
+                    self._targets[index].append(
+                        _Target(target_name, place, meta.dtype != target.dtype)
+                    )
+            else:
+                if not rule.stack and start != target.shape[rule.dim]:
+                    out.add(
+                        names[-1],
+                        f"shape mismatch at {target_name!r}: its parts {names} add up to {start} along "
+                        f"dim {rule.dim}, expected {target.shape[rule.dim]}",
+                    )
+            covered.add(keys[target_name])
+
+    @staticmethod
+    def _compare(
+        out: Preflight, name: str, meta: ParamMeta, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> bool:
+        fits = True
+        if meta.shape != shape:
+            out.add(
+                name,
+                f"shape mismatch at {name!r}: expected {list(shape)}, offered {list(meta.shape)}",
+            )
+            fits = False
+        if meta.dtype != dtype:
+            pair = f"{dtype_name(meta.dtype)} -> {dtype_name(dtype)}"
+            if meta.dtype in FLOATS and dtype in FLOATS:
+                out.casts[name] = pair
+            else:
+                out.add(
+                    name,
+                    f"dtype mismatch at {name!r}: expected {dtype_name(dtype)}, offered "
+                    f"{dtype_name(meta.dtype)} (only fp64, fp32, fp16 and bf16 are cast)",
+                )
+                fits = False
+        return fits
+
+    # ---- loading -------------------------------------------------------------------------------
+
+    def _make_stage(self) -> None:
+        """Copies of all targets, keyed by the whole tensor's memory; targets then point into them."""
+        self._stage = {}
+        live = named_tensors(self._module)
+        for places in self._targets:
+            for place in places:
+                base = live[place.name]
+                key = tie_key(base)
+                if key not in self._stage:
+                    self._stage[key] = (base, torch.empty_like(base, requires_grad=False))
+                whole, copy = self._stage[key]
+                if place.tensor is not whole:
+                    place.tensor = copy.as_strided(
+                        place.tensor.shape,
+                        place.tensor.stride(),
+                        place.tensor.storage_offset() - whole.storage_offset(),
+                    )
+                else:
+                    place.tensor = copy
+
+    def landing(self, index: int) -> torch.Tensor | None:
+        places = self._targets[index]
+        if len(places) != 1 or places[0].cast:
+            return None
+        tensor = places[0].tensor
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_inference():
+            return None
+        if tensor.is_conj() or tensor.is_neg():
+            return None
+        self._touched = True
+        return as_bytes(tensor)
+
+    def landed(self, index: int) -> None:
+        self._written.add(index)
+
+    def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
+        self._touched = True
+        mode = torch.inference_mode() if self._inference else torch.no_grad()
+        with mode:
+            for index, tensor in items:
+                for place in self._targets[index]:
+                    if place.cast and self._verify:
+                        cast = tensor.to(place.tensor.dtype)
+                        place.delivered, place.expected = digest(tensor), digest(cast)
+                        place.tensor.copy_(cast)
+                    else:
+                        place.tensor.copy_(tensor)
+                self._written.add(index)
+
+    def commit(self) -> None:
+        if not self._stage:
+            return
+        mode = torch.inference_mode() if self._inference else torch.no_grad()
+        with mode:
+            for whole, copy in self._stage.values():
+                whole.copy_(copy)
+        self._stage = {}
+
+    def discard(self) -> None:
+        self._stage = {}
+
+    # ---- proof ---------------------------------------------------------------------------------
+
+    def loaded_digests(self) -> list[int] | None:
+        flat = [(index, place) for index, places in enumerate(self._targets) for place in places]
+        found = digest_many(place.tensor for _, place in flat)
+        out: list[int | None] = [None] * len(self._targets)
+        for (index, place), value in zip(flat, found, strict=True):
+            if place.cast:
+                if value != place.expected or place.delivered is None:
+                    raise ContractError(
+                        f"digest mismatch at {place.name!r}: the parameter does not hold the cast of "
+                        "what was delivered",
+                        name=place.name,
+                    )
+                value = place.delivered
+            if out[index] is not None and out[index] != value:
+                raise ContractError(
+                    f"digest mismatch at {place.name!r}: it differs from its tied names",
+                    name=place.name,
+                )
+            out[index] = value
+        return [value if value is not None else 0 for value in out]
+
+    def unproven(self) -> list[str] | None:
+        return [
+            place.name
+            for index, places in enumerate(self._targets)
+            if index not in self._written
+            for place in places
+        ]
+
+    @property
+    def touched(self) -> bool:
+        return self._touched and not self._staged
+
+
+class OpaqueLoader(WeightLoader):
+    """Hands tensors to a function that does what it likes with them.
+
+    Args:
+        function: takes `list[(name, tensor)]`; returns the set of the worker's parameter names
+            that it wrote, or None if it does not say.
+        module: the model, to know which parameters there are; None: unknown.
+        learned: names of the last full sync → the targets that each was seen to write (empty
+            before the first).
+    """
+
+    def __init__(
+        self,
+        function: Callable[[list[tuple[str, torch.Tensor]]], Any],
+        *,
+        module: torch.nn.Module | None = None,
+        learned: dict[str, frozenset[str]] | None = None,
+    ) -> None:
+        self._function = function
+        self._module = module
+        self._known = learned or {}
+        self._names: list[str] = []
+        self._returned: set[str] = set()
+        self._says = True
+        self._touched = False
+        self._partial = False
+        self.seen: dict[str, frozenset[str]] = {}
+
+    def preflight(self, metadata: Sequence[ParamMeta], *, partial: bool) -> Preflight:
+        out = Preflight()
+        self._partial = partial
+        self._names = [meta.name for meta in metadata]
+        if not metadata and not partial:
+            out.add(None, "empty offer: a full sync has to offer every tensor of the worker")
+        if not self._known:
+            return out
+        offered = set(self._names)
+        for name in self._names:
+            if name not in self._known:
+                out.add(name, f"unknown name {name!r}: the last full sync did not offer it")
+        if not partial:
+            for name in self._known:
+                if name not in offered:
+                    out.add(name, f"missing name {name!r}: the last full sync offered it")
+            return out
+        out.kept = [name for name in self._known if name not in offered]
+        groups: dict[str, list[str]] = {}
+        for name, targets in self._known.items():
+            for target in targets:
+                groups.setdefault(target, []).append(name)
+        for target, parts in groups.items():
+            inside = [name for name in parts if name in offered]
+            if inside and len(inside) < len(parts):
+                missing = next(name for name in parts if name not in offered)
+                out.add(
+                    missing,
+                    f"missing name {missing!r}: {target!r} is made of {parts} and all its parts must "
+                    "be offered together",
+                )
+        return out
+
+    def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
+        self._touched = True
+        # The first full sync goes one by one, to learn which names make which parameter.
+        learning = not self._known and not self._partial
+        chunks = [[item] for item in items] if learning else [items]
+        for chunk in chunks:
+            pairs = [(self._names[index], tensor) for index, tensor in chunk]
+            result = self._function(pairs)
+            names = None if result is None else {str(name) for name in result}
+            if names is None:
+                self._says = False
+            else:
+                self._returned |= names
+            if learning:
+                self.seen[pairs[0][0]] = frozenset(names or ())
+
+    def unproven(self) -> list[str] | None:
+        if not self._says or self._module is None or self._partial:
+            return None
+        groups: dict[Any, list[str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            groups.setdefault(tie_key(parameter), []).append(name)
+        return [names[0] for names in groups.values() if not self._returned.intersection(names)]
+
+    @property
+    def touched(self) -> bool:
+        return self._touched

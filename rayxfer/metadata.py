@@ -1,0 +1,195 @@
+"""What a tensor is called on the wire: names, dtypes, shapes, and the digest of a whole list.
+
+Everything that arrives from another process is checked here before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rayxfer.errors import ContractError
+
+__all__ = ["ParamMeta", "dtype_from_name", "dtype_name", "metadata_digest"]
+
+MAX_TENSOR_BYTES = 1 << 62
+"""Sizes are 64-bit everywhere; a larger claim is an attack or a bug, and refused."""
+
+_DTYPES: dict[str, torch.dtype] = {
+    name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+_DTYPE_NAMES: dict[torch.dtype, str] = {
+    dtype: str(dtype).removeprefix("torch.") for dtype in _DTYPES.values()
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The bare name that travels: `torch.bfloat16` → "bfloat16"."""
+    return _DTYPE_NAMES[dtype]
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """The dtype of a bare name.
+
+    Raises:
+        ContractError: `name` is not the name of a torch dtype.
+    """
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise ContractError(
+            f"unknown dtype name {name!r}: expected a bare torch name like 'bfloat16'"
+        )
+    return dtype
+
+
+@dataclass(frozen=True)
+class ParamMeta:
+    """One tensor of a source.
+
+    Attributes:
+        name: the name it travels under.
+        dtype: its dtype on the wire.
+        shape: its whole shape (not a shard's).
+        aliases: other names of the same tensor (tied weights); sent once, current under all.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the wire: dense, no padding."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}{list(self.shape)}"
+
+
+def check_metadata(metadata: Sequence[ParamMeta]) -> tuple[ParamMeta, ...]:
+    """Validate a source's own metadata and freeze it.
+
+    Raises:
+        ContractError: an entry that is no `ParamMeta`, a bad field, or a name offered twice
+            (an alias counts as a name).
+    """
+    seen: dict[str, int] = {}
+    out: list[ParamMeta] = []
+    for index, meta in enumerate(metadata):
+        _check_entry(meta, index)
+        out.append(
+            ParamMeta(meta.name, meta.dtype, tuple(int(s) for s in meta.shape), tuple(meta.aliases))
+        )
+        for name in (meta.name, *meta.aliases):
+            if name in seen:
+                raise ContractError(
+                    f"duplicate name {name!r} in the source's metadata (entries {seen[name]} and "
+                    f"{index}): every name is offered once",
+                    name=name,
+                )
+            seen[name] = index
+    return tuple(out)
+
+
+def _check_entry(meta: object, index: int) -> None:
+    if not isinstance(meta, ParamMeta):
+        raise ContractError(
+            f"metadata entry {index} is a {type(meta).__name__}, not a ParamMeta(name, dtype, shape)"
+        )
+    if not isinstance(meta.name, str) or not meta.name:
+        raise ContractError(
+            f"metadata entry {index}: name is {meta.name!r}, not a non-empty string"
+        )
+    if not isinstance(meta.dtype, torch.dtype):
+        raise ContractError(
+            f"metadata of {meta.name!r}: dtype is {meta.dtype!r}, not a torch.dtype", name=meta.name
+        )
+    _check_shape(meta.name, meta.shape, meta.dtype)
+    if not all(isinstance(alias, str) and alias for alias in meta.aliases):
+        raise ContractError(
+            f"metadata of {meta.name!r}: aliases {meta.aliases!r} are not all names", name=meta.name
+        )
+
+
+def _check_shape(name: str, shape: Any, dtype: torch.dtype) -> None:
+    num_bytes = dtype.itemsize
+    if not isinstance(shape, (tuple, list, torch.Size)):
+        raise ContractError(f"metadata of {name!r}: shape is {shape!r}, not a tuple", name=name)
+    for size in shape:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise ContractError(
+                f"metadata of {name!r}: shape {list(shape)!r} holds {size!r}; sizes are ints >= 0",
+                name=name,
+            )
+        num_bytes *= size
+        if num_bytes > MAX_TENSOR_BYTES:
+            raise ContractError(
+                f"metadata of {name!r}: shape {list(shape)!r} is more than 2**62 bytes", name=name
+            )
+
+
+def metadata_to_wire(metadata: Sequence[ParamMeta]) -> dict[str, Any]:
+    """Plain lists (`names`, `dtype_names`, `shapes`, `aliases`), as requests carry them."""
+    return {
+        "names": [m.name for m in metadata],
+        "dtype_names": [dtype_name(m.dtype) for m in metadata],
+        "shapes": [list(m.shape) for m in metadata],
+        "aliases": {m.name: list(m.aliases) for m in metadata if m.aliases},
+    }
+
+
+def metadata_from_wire(wire: Any) -> tuple[ParamMeta, ...]:
+    """The reverse of `metadata_to_wire`, trusting nothing: lengths, types, sizes, duplicates.
+
+    Costs O(entries) and allocates nothing of a size that the sender named.
+
+    Raises:
+        ContractError: naming the first offender.
+    """
+    if not isinstance(wire, dict):
+        raise ContractError(f"metadata is a {type(wire).__name__}, not a dict")
+    names, dtype_names, shapes = (wire.get(k) for k in ("names", "dtype_names", "shapes"))
+    for key, value in (("names", names), ("dtype_names", dtype_names), ("shapes", shapes)):
+        if not isinstance(value, (list, tuple)):
+            raise ContractError(f"metadata field {key!r} is a {type(value).__name__}, not a list")
+    assert isinstance(names, (list, tuple))
+    assert isinstance(dtype_names, (list, tuple))
+    assert isinstance(shapes, (list, tuple))
+    if not len(names) == len(dtype_names) == len(shapes):
+        raise ContractError(
+            f"metadata disagrees with itself: {len(names)} names, {len(dtype_names)} dtype_names, "
+            f"{len(shapes)} shapes"
+        )
+    aliases = wire.get("aliases") or {}
+    if not isinstance(aliases, dict):
+        raise ContractError(f"metadata field 'aliases' is a {type(aliases).__name__}, not a dict")
+    entries = []
+    for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
+        if not isinstance(name, str):
+            raise ContractError(f"metadata name {name!r} is not a string")
+        if not isinstance(shape, (list, tuple)):
+            raise ContractError(f"metadata of {name!r}: shape is {shape!r}, not a list", name=name)
+        entries.append(
+            ParamMeta(name, dtype_from_name(dtype), tuple(shape), tuple(aliases.get(name, ())))
+        )
+    return check_metadata(entries)
+
+
+def metadata_digest(metadata: Sequence[ParamMeta]) -> str:
+    """A 128-bit hex digest of names, dtypes, shapes, aliases and their order."""
+    h = hashlib.blake2b(digest_size=16)
+    for m in metadata:
+        h.update(repr((m.name, dtype_name(m.dtype), m.shape, m.aliases)).encode())
+    return h.hexdigest()

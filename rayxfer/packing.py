@@ -1,0 +1,131 @@
+"""From metadata to buckets to offsets. Pure: no device, no communication.
+
+A bucket is the wire unit. Sender and receiver compute the same plan from the same metadata and
+bucket size, so nothing but bytes has to travel. All sizes are Python ints, so offsets are as wide
+as they need to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rayxfer.metadata import ParamMeta
+
+__all__ = ["ALIGNMENT_BYTES", "Bucket", "BucketPlan", "Piece", "as_bytes", "plan_buckets"]
+
+ALIGNMENT_BYTES = 64
+"""Suits every dtype (complex128 needs 16) and keeps copies on cache-line boundaries."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Part of one tensor in one bucket. Whole tensors today; a slice has a start and fewer bytes."""
+
+    tensor: int
+    start_bytes: int
+    num_bytes: int
+    offset_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One wire unit: `num_bytes` long, padding included."""
+
+    index: int
+    num_bytes: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """All buckets of one metadata list.
+
+    Attributes:
+        buckets: in metadata order; every tensor lies in exactly one.
+        num_bytes: payload, without padding.
+        max_bucket_bytes: the longest bucket (at most max(bucket size, largest tensor)).
+    """
+
+    buckets: tuple[Bucket, ...]
+    num_bytes: int
+    max_bucket_bytes: int
+
+
+def align(offset_bytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
+    """The next multiple of `alignment`."""
+    return -(-offset_bytes // alignment) * alignment
+
+
+def plan_buckets(metadata: Sequence[ParamMeta], bucket_size_bytes: int) -> BucketPlan:
+    """Fill buckets in order with whole tensors; one larger than a bucket travels alone.
+
+    A bucket holds at most `bucket_size_bytes`, padding included, unless its only tensor with any
+    bytes is larger. Zero-size tensors take no room. An empty list gives no buckets.
+    """
+    buckets: list[Bucket] = []
+    pieces: list[Piece] = []
+    end = total = 0
+
+    def close() -> None:
+        nonlocal pieces, end
+        if pieces:
+            buckets.append(Bucket(len(buckets), end, tuple(pieces)))
+        pieces, end = [], 0
+
+    for index, meta in enumerate(metadata):
+        num_bytes = meta.num_bytes
+        offset = align(end)
+        if end and num_bytes and offset + num_bytes > bucket_size_bytes:
+            close()
+            offset = 0
+        pieces.append(Piece(index, 0, num_bytes, offset if num_bytes else end))
+        end = offset + num_bytes if num_bytes else end
+        total += num_bytes
+    close()
+    return BucketPlan(tuple(buckets), total, max((b.num_bytes for b in buckets), default=0))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as a flat uint8 view (any dtype, 0-d and zero-size included).
+
+    The tensor must be contiguous and without a lazy conjugate or negative bit; see `plain`.
+    """
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous and with lazy bits resolved: itself where that already holds."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def pack(bucket: Bucket, tensors: dict[int, torch.Tensor], out: torch.Tensor) -> None:
+    """Copy the bucket's pieces to their places in `out` (flat uint8, any device)."""
+    for piece in bucket.pieces:
+        write_piece(piece, tensors[piece.tensor], out)
+
+
+def write_piece(piece: Piece, tensor: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy one whole tensor to its place in `out`."""
+    if piece.num_bytes:
+        end = piece.offset_bytes + piece.num_bytes
+        out[piece.offset_bytes : end].copy_(as_bytes(plain(tensor)))
+
+
+def view_piece(piece: Piece, meta: ParamMeta, buffer: torch.Tensor) -> torch.Tensor:
+    """The tensor at its place in `buffer`: a view, which lives as long as the buffer's content."""
+    if not piece.num_bytes:
+        return torch.empty(meta.shape, dtype=meta.dtype, device=buffer.device)
+    end = piece.offset_bytes + piece.num_bytes
+    return buffer[piece.offset_bytes : end].view(meta.dtype).view(meta.shape)
+
+
+def unpack(
+    bucket: Bucket, metadata: Sequence[ParamMeta], buffer: torch.Tensor
+) -> list[tuple[str, torch.Tensor]]:
+    """The bucket's tensors as views of `buffer`."""
+    return [
+        (metadata[p.tensor].name, view_piece(p, metadata[p.tensor], buffer)) for p in bucket.pieces
+    ]

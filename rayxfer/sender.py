@@ -1,0 +1,707 @@
+"""The trainer's side of a round: one pass over the source feeds every channel.
+
+`Sender.sync` is the whole of DESIGN's "one round", as seen from the trainer: begin, connect, prepare,
+update, verify, finish, commit. It talks to workers directly and to the coordinator only to begin, to
+record and to settle. No Ray in here: clients and the coordinator are given.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_futures
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rayxfer.channel import SLICE_S, Channel, Link, connect
+from rayxfer.client import client_for, outcome
+from rayxfer.config import WeightTransferConfig
+from rayxfer.errors import (
+    BackendUnavailable,
+    ConfigError,
+    ContractError,
+    PartialUpdate,
+    RayxferError,
+    TransferError,
+    TransferTimeout,
+    WorkerLost,
+)
+from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
+from rayxfer.metadata import ParamMeta, metadata_digest, metadata_to_wire
+from rayxfer.report import SyncReport, WorkerReport, WorkerState
+from rayxfer.source import WeightSource, checked_metadata
+from rayxfer.stream import Broken, Stream, Vote
+from rayxfer.topology import Facts, check_protocol, choose_backend, local_facts
+
+__all__ = ["CoordinatorProtocol", "Sender"]
+
+_RETRIES_WITHOUT_LOSS = 1
+"""How often a round that broke with nobody lost is tried again before its suspects are left out."""
+
+
+class CoordinatorProtocol(Protocol):
+    """What a sender needs of the controller actor (or of a plain `Coordinator`)."""
+
+    def begin(self, request: dict[str, Any]) -> dict[str, Any]: ...
+    def renew(self, round_id: int) -> None: ...
+    def commit(self, round_id: int, version: int) -> None: ...
+    def settle(self, round_id: int, rows: list[dict[str, Any]]) -> None: ...
+
+
+@dataclass
+class _Row:
+    """What becomes of one worker in this call."""
+
+    link: Link
+    state: WorkerState
+    version: int
+    seconds: float = 0.0
+    verified: str = "off"
+    complete: bool | None = None
+    casts: dict[str, str] = field(default_factory=dict)
+    error: RayxferError | None = None
+    left_as: WorkerState = WorkerState.READY
+    """What an abort left the worker as."""
+
+    def fail(self, error: RayxferError, state: WorkerState) -> None:
+        self.error, self.state = error, state
+
+
+class _Again(Exception):
+    """This attempt is over; try again with whoever is left."""
+
+
+@dataclass
+class _Call:
+    """One `sync`: what all phases share."""
+
+    source: WeightSource
+    metadata: tuple[ParamMeta, ...]
+    digest: str
+    partial: bool
+    round_id: int
+    version: int
+    deadline: float
+    rows: dict[int, _Row]
+    kept: list[str] = field(default_factory=list)
+    attempts: int = 0
+    glitches: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+    digests: list[int] | None = None
+
+    def live(self) -> list[Link]:
+        return [row.link for row in self.rows.values() if row.error is None]
+
+    def left_s(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+class Sender:
+    """Sends one trainer's weights to one controller's workers. Not for concurrent use.
+
+    Args:
+        coordinator: the controller actor, or a plain coordinator.
+        entries: registrations to ship, by backend.
+    """
+
+    def __init__(
+        self, coordinator: CoordinatorProtocol, entries: dict[str, EngineEntry] | None = None
+    ) -> None:
+        self._coordinator = coordinator
+        self._entries = entries or {}
+        self._facts: Facts | None = None
+        self._config = WeightTransferConfig()
+        self._links: dict[int, Link] = {}
+        self._roster: str | None = None
+        self._channels: list[Channel] = []
+        self._base: dict[str, Any] = {}
+        self._owner: dict[str, Any] = {}
+        self._previous: dict[str, int] = {}
+        self.lock = threading.Lock()
+
+    def close(self) -> None:
+        """Close every channel. Safe to call twice."""
+        channels, self._channels = self._channels, []
+        for channel in channels:
+            channel.close()
+
+    # ---- the whole ------------------------------------------------------------------------------
+
+    def sync(self, source: WeightSource, *, version: int | None, partial: bool) -> SyncReport:
+        """One round. See `Controller.sync_weights` for errors and the state after them."""
+        start = time.monotonic()
+        metadata = checked_metadata(source)
+        digest = metadata_digest(metadata)
+        grant = self._coordinator.begin(
+            {
+                "version": version,
+                "roster": self._roster,
+                "num_tensors": len(metadata),
+                "num_bytes": sum(m.num_bytes for m in metadata),
+                "metadata_digest": digest,
+            }
+        )
+        self._adopt(grant)
+        rows = {
+            rank: _Row(link, WorkerState.READY, grant["versions"][rank])
+            for rank, link in self._links.items()
+        }
+        for rank, error in grant["lost"].items():
+            rows[rank].fail(error, WorkerState.LOST)
+        call = _Call(
+            source,
+            metadata,
+            digest,
+            partial,
+            grant["round_id"],
+            grant["version"],
+            time.monotonic() + self._config.sync_timeout_s,
+            rows,
+        )
+        call.phases["begin"] = time.monotonic() - start
+        lease = _Lease(self._coordinator, call.round_id)
+        try:
+            self._run(call)
+        except BaseException as error:
+            self._release(call, error)
+            raise
+        finally:
+            lease.stop()
+        report = self._report(call, time.monotonic() - start)
+        failed = [row for row in report.workers if row.error is not None]
+        if failed and self._config.on_worker_failure == "raise":
+            who = "; ".join(f"worker {row.rank} is {row.state}: {row.error}" for row in failed)
+            raise PartialUpdate(
+                f"version {report.version} was committed, but not by every worker: {who}",
+                report=report,
+                cause=failed[0].error,
+            )
+        return report
+
+    def _run(self, call: _Call) -> None:
+        while True:
+            links = call.live()
+            if not links:
+                raise self._nobody(call)
+            try:
+                self._timed(call, "connect", self._ensure_channels, links)
+                links = call.live()
+                self._timed(call, "prepare", self._prepare, links)
+                call.attempts += 1
+                self._timed(call, "update", self._update, links)
+                self._timed(call, "finish", self._finish)
+                break
+            except _Again:
+                continue
+        self._timed(call, "commit", self._commit)
+
+    @staticmethod
+    def _timed(call: _Call, phase: str, function: Callable[..., None], *args: Any) -> None:
+        start = time.monotonic()
+        try:
+            function(call, *args)
+        finally:
+            spent = time.monotonic() - start
+            call.phases[phase] = call.phases.get(phase, 0.0) + spent
+            if phase == "connect":
+                call.deadline += spent  # sync_timeout_s excludes connecting
+
+    def _nobody(self, call: _Call) -> RayxferError:
+        first = next((row.error for row in call.rows.values() if row.error is not None), None)
+        if first is None:
+            return TransferError(
+                "there is no worker to send to", phase="begin", weight_version=call.version
+            )
+        kind = TransferTimeout if isinstance(first, TransferTimeout) else TransferError
+        return kind(
+            f"version {call.version} reached no worker and was not committed: {first}",
+            phase=getattr(first, "phase", None),
+            weight_version=call.version,
+            worker=getattr(first, "worker", None),
+            name=getattr(first, "name", None),
+            report=self._report(call, 0.0),
+            cause=first,
+        )
+
+    # ---- membership and channels ----------------------------------------------------------------
+
+    def _adopt(self, grant: dict[str, Any]) -> None:
+        if self._facts is None:
+            self._facts = local_facts()
+        if grant.get("members") is not None:
+            old = self._links
+            self._links = {}
+            self._config = grant["config"]
+            self._owner = grant["owner"]
+            self._base = {"controller_id": self._owner["controller_id"]}
+            self._roster = grant["roster"]
+            for member in grant["members"]:
+                rank, known = member["rank"], old.get(member["rank"])
+                if known is not None and known.incarnation == member["incarnation"]:
+                    known.requested = member["backend"]
+                    self._links[rank] = known
+                    continue
+                self._links[rank] = Link(
+                    rank,
+                    client_for(member["handle"]),
+                    member["backend"],
+                    Facts.from_wire(member["facts"]),
+                    member["incarnation"],
+                )
+        for link in self._links.values():
+            link.calls = 0
+
+    def _entry(self, backend: str) -> EngineEntry:
+        if backend not in self._entries:
+            self._entries[backend] = WeightTransferEngineFactory.entry(backend)
+        return self._entries[backend]
+
+    def _ensure_channels(self, call: _Call, links: list[Link]) -> None:
+        """Channels over exactly these links; those that fit stay, the others are opened."""
+        assert self._facts is not None
+        groups: dict[str, list[Link]] = {}
+        for link in links:
+            check_protocol(self._facts, link.facts, link.rank)
+            if link.requested == "auto":
+                choice = choose_backend(self._facts, link.facts, shm_refused=link.shm_refused)
+                link.backend, link.reason = choice.backend, choice.reason
+            else:
+                link.backend, link.reason = link.requested, "as configured"
+            groups.setdefault(link.backend, []).append(link)
+        wanted = {
+            (backend, tuple((link.rank, link.incarnation) for link in group)): group
+            for backend, group in groups.items()
+        }
+        kept: list[Channel] = []
+        for channel in self._channels:
+            if not channel.dirty and channel.key in wanted:
+                kept.append(channel)
+                del wanted[channel.key]
+            else:
+                channel.close()
+        self._channels = kept
+        deadline = time.monotonic() + self._config.connect_timeout_s
+        for (backend, _), group in wanted.items():
+            self._channels.append(self._open(call, backend, group, deadline))
+
+    def _open(self, call: _Call, backend: str, group: list[Link], deadline: float) -> Channel:
+        entry = self._entry(backend)
+        engine_cls = entry.load()
+        size = self._config.bucket_size_bytes
+        if size is None:
+            # never more than the model, but room for it to grow without a new channel
+            total = sum(m.num_bytes + 64 for m in call.metadata)
+            size = max(1, min(engine_cls.default_bucket_size_bytes, total))
+        assert self._facts is not None
+        try:
+            return connect(
+                backend=backend,
+                engine_cls=engine_cls,
+                entry=entry,
+                links=group,
+                config=self._config,
+                sender=self._facts,
+                bucket_size_bytes=size,
+                base_message=self._base,
+                deadline=deadline,
+            )
+        except (BackendUnavailable, WorkerLost, TransferTimeout) as error:
+            rank = getattr(error, "worker", None)
+            link = next((one for one in group if one.rank == rank), None)
+            if isinstance(error, BackendUnavailable):
+                refused = group if link is None else [link]
+                if backend == "shm" and all(one.requested == "auto" for one in refused):
+                    for one in refused:
+                        one.shm_refused = error.message
+                    raise _Again from error
+                raise
+            if link is None:
+                raise
+            if isinstance(error, WorkerLost) and self._reattach(call, link):
+                raise _Again from error
+            call.rows[link.rank].fail(error, WorkerState.LOST)
+            raise _Again from error
+
+    def _reattach(self, call: _Call, link: Link) -> bool:
+        """A worker that lost its session (restarted by Ray, or repaired) is taken in again."""
+        timeout = min(self._config.stall_timeout_s, 10.0)
+        owner = {**self._owner, "rank": link.rank}
+        for op in ("attach", "describe"):
+            answer = self._ask(link, op, {"owner": owner}, timeout)
+            if isinstance(answer, RayxferError):
+                return False
+        assert not isinstance(answer, RayxferError)
+        if link.incarnation == answer["incarnation"] and answer["owner"] is None:
+            return False
+        link.incarnation = answer["incarnation"]
+        link.facts = Facts.from_wire(answer["facts"])
+        link.has_metadata = None
+        call.rows[link.rank].version = answer["version"]
+        return True
+
+    def _ask(
+        self, link: Link, op: str, message: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any] | RayxferError:
+        """One urgent message and its answer, or the error, or a timeout as an error."""
+        future = link.signal(op, {**self._base, **message})
+        wait_futures([future], timeout=timeout_s)
+        if not future.done():
+            return TransferTimeout(
+                f"worker {link.rank} did not answer {op!r} within {timeout_s:g} s", worker=link.rank
+            )
+        return outcome(future, link.rank)
+
+    # ---- phases ---------------------------------------------------------------------------------
+
+    def _fan_out(
+        self, call: _Call, links: Sequence[Link], op: str, message: Callable[[Link], dict[str, Any]]
+    ) -> dict[int, dict[str, Any] | RayxferError]:
+        """`op` on every link at once, asked again until done. A link that does not answer in time
+        yields `TransferTimeout`."""
+        answers: dict[int, dict[str, Any] | RayxferError] = {}
+        by_rank = {link.rank: link for link in links}
+        heard = dict.fromkeys(by_rank, time.monotonic())
+        base = {**self._base, "round_id": call.round_id, "version": call.version, "wait_s": SLICE_S}
+
+        def send(link: Link) -> Future[dict[str, Any]]:
+            return link.call(op, {**base, **message(link)})
+
+        pending = {send(link): link.rank for link in links}
+        while pending:
+            done, _ = wait_futures(pending, timeout=0.25, return_when="FIRST_COMPLETED")
+            now = time.monotonic()
+            for future in done:
+                rank = pending.pop(future)
+                heard[rank] = now
+                answer = outcome(future, rank)
+                if isinstance(answer, dict) and answer.get("done") is False:
+                    if call.left_s() > 0:
+                        pending[send(by_rank[rank])] = rank
+                        continue
+                    answer = self._timeout(
+                        call, op, rank, "sync_timeout_s", self._config.sync_timeout_s
+                    )
+                answers[rank] = answer
+            limit = SLICE_S + self._config.stall_timeout_s
+            for future, rank in list(pending.items()):
+                if now - heard[rank] > limit or call.left_s() <= 0:
+                    del pending[future]
+                    answers[rank] = self._timeout(
+                        call, op, rank, "stall_timeout_s", self._config.stall_timeout_s
+                    )
+        return answers
+
+    def _timeout(
+        self,
+        call: _Call,
+        phase: str,
+        rank: int | None,
+        key: str,
+        seconds: float,
+        name: str | None = None,
+    ) -> TransferTimeout:
+        who = "the sender" if rank is None else f"worker {rank}"
+        at = f" at {name!r}" if name else ""
+        return TransferTimeout(
+            f"{who} made no progress in {phase}{at} of version {call.version} within {key}={seconds:g}",
+            phase=phase,
+            weight_version=call.version,
+            worker=rank,
+            name=name,
+        )
+
+    def _prepare(self, call: _Call, links: list[Link]) -> None:
+        """Preflight on every worker. Raises with every problem of every worker; nothing changed."""
+        infos = {
+            link.rank: channel.engine_cls.round_update_info(channel.handle, call.metadata)
+            for channel in self._channels
+            for link in channel.links
+        }
+        wire: dict[str, Any] | None = None
+
+        def message(link: Link) -> dict[str, Any]:
+            nonlocal wire
+            channel = self._channel_of(link)
+            out = {
+                "session_id": channel.plan.session_id,
+                "metadata_digest": call.digest,
+                "partial": call.partial,
+                "update_info": infos[link.rank],
+            }
+            if link.has_metadata != call.digest:
+                wire = wire if wire is not None else metadata_to_wire(call.metadata)
+                out["metadata"] = wire
+            return out
+
+        answers = self._fan_out(call, links, "prepare", message)
+        problems: list[str] = []
+        first: tuple[int, str | None] | None = None
+        again = False
+        for link in links:
+            answer = answers[link.rank]
+            row = call.rows[link.rank]
+            if isinstance(answer, (ConfigError, ContractError)):
+                raise answer
+            if isinstance(answer, RayxferError):
+                row.fail(answer, WorkerState.LOST)
+                self._channel_of(link).dirty = True
+                again = True
+            elif "need" in answer:
+                again = True
+                link.has_metadata = None
+                if answer["need"] != "metadata":
+                    self._channel_of(link).dirty = True
+                    if not self._reattach(call, link):
+                        row.fail(
+                            WorkerLost(f"worker {link.rank} lost its session", worker=link.rank),
+                            WorkerState.LOST,
+                        )
+            elif "problems" in answer:
+                first = first or (link.rank, answer.get("name"))
+                problems += [f"worker {link.rank}: {text}" for text in answer["problems"]]
+            else:
+                link.has_metadata = call.digest
+                row.casts = answer["casts"]
+                call.kept = answer["kept"]
+        if problems:
+            assert first is not None
+            shown = "\n  ".join(problems[:50])
+            more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
+            raise ContractError(
+                f"the offer does not fit; nothing was changed:\n  {shown}{more}",
+                problems=tuple(problems),
+                worker=first[0],
+                name=first[1],
+            )
+        if again:
+            self._abort_workers(call, [one for one in links if call.rows[one.rank].error is None])
+            raise _Again
+
+    def _channel_of(self, link: Link) -> Channel:
+        return next(channel for channel in self._channels if link in channel.links)
+
+    def _update(self, call: _Call, links: list[Link]) -> None:
+        """Stream to every channel and gather the votes; compare digests."""
+        stream = Stream(
+            channels=self._channels,
+            source=call.source,
+            metadata=call.metadata,
+            config=self._config,
+            base_message={**self._base, "round_id": call.round_id, "version": call.version},
+            version=call.version,
+            deadline=call.deadline,
+        )
+        start = time.monotonic()
+        broken = stream.run()
+        if broken is not None:
+            self._clear_up(call, links, stream, broken)
+            raise _Again
+        call.digests = stream.digests
+        failed: list[Link] = []
+        for link in links:
+            vote = stream.votes[link.rank]
+            row = call.rows[link.rank]
+            row.seconds = vote.at - start
+            error = vote.error or _mismatch(vote, stream.digests, call)
+            if error is not None:
+                row.fail(error, WorkerState.TORN)
+                self._channel_of(link).dirty = True
+                failed.append(link)
+            else:
+                row.verified, row.complete = vote.verified, vote.complete
+        if failed:
+            self._abort_workers(call, failed)
+
+    def _clear_up(self, call: _Call, links: list[Link], stream: Stream, broken: Broken) -> None:
+        """After a broken stream: free everyone, decide who is out. Raises if no retry can help."""
+        for rank, error in broken.failed.items():
+            call.rows[rank].fail(error, WorkerState.TORN)
+        for rank, error in broken.lost.items():
+            call.rows[rank].fail(error, WorkerState.LOST)
+        for channel in self._channels:
+            channel.abort()
+        self._abort_workers(call, links)
+        stream.join(self._config.stall_timeout_s)
+        if broken.fatal is not None:
+            raise broken.fatal
+        if call.left_s() <= 0:
+            raise self._timeout(call, "update", None, "sync_timeout_s", self._config.sync_timeout_s)
+        if any(call.rows[link.rank].error is not None for link in links):
+            return
+        call.glitches += 1
+        if call.glitches > _RETRIES_WITHOUT_LOSS:
+            if not broken.suspects:
+                raise broken.error
+            for rank, error in broken.suspects.items():
+                row = call.rows[rank]
+                row.fail(error, row.left_as)
+
+    def _abort_workers(self, call: _Call, links: Sequence[Link]) -> None:
+        """Tell workers that the round is over; rows learn what state that left them in.
+
+        Lost workers are told as well (a stopped one may wake up), but not waited for.
+        """
+        timeout = self._config.stall_timeout_s
+        message = {**self._base, "round_id": call.round_id, "timeout_s": timeout}
+        futures = {link.rank: link.signal("abort", message) for link in links}
+        waited = {r: f for r, f in futures.items() if call.rows[r].state != WorkerState.LOST}
+        if waited:
+            wait_futures(waited.values(), timeout=timeout + 1.0)
+        for link in links:
+            self._channel_of(link).dirty = True
+            if link.rank not in waited:
+                continue
+            row, future = call.rows[link.rank], waited[link.rank]
+            late = self._timeout(call, "abort", link.rank, "stall_timeout_s", timeout)
+            answer = outcome(future, link.rank) if future.done() else late
+            if isinstance(answer, RayxferError) or answer.get("stuck"):
+                row.fail(answer if isinstance(answer, RayxferError) else late, WorkerState.LOST)
+                continue
+            row.left_as, row.version = WorkerState(answer["state"]), answer["version"]
+            if row.error is not None:
+                row.state = row.left_as
+
+    def _finish(self, call: _Call) -> None:
+        """All live workers voted: finish on each. One that fails is TORN; the others go on."""
+        links = call.live()
+        if not links:
+            raise self._nobody(call)
+        failed = []
+        for rank, answer in self._fan_out(call, links, "finish", lambda link: {}).items():
+            if isinstance(answer, RayxferError):
+                lost = isinstance(answer, (WorkerLost, TransferTimeout))
+                call.rows[rank].fail(answer, WorkerState.LOST if lost else WorkerState.TORN)
+                self._channel_of(call.rows[rank].link).dirty = True
+                if not lost:
+                    failed.append(call.rows[rank].link)
+        if failed:
+            self._abort_workers(call, failed)
+        if not call.live():
+            raise self._nobody(call)
+
+    def _commit(self, call: _Call) -> None:
+        """Record the version; then caches and resume. What fails now makes a worker TORN."""
+        self._coordinator.commit(call.round_id, call.version)
+        links = call.live()
+        for rank, answer in self._fan_out(call, links, "commit", lambda link: {}).items():
+            row = call.rows[rank]
+            if isinstance(answer, RayxferError):
+                lost = isinstance(answer, (WorkerLost, TransferTimeout))
+                row.fail(answer, WorkerState.LOST if lost else WorkerState.TORN)
+                self._channel_of(row.link).dirty = True
+            else:
+                row.state, row.version = WorkerState.READY, call.version
+        self._coordinator.settle(call.round_id, self._settled(call))
+
+    # ---- ends -----------------------------------------------------------------------------------
+
+    def _release(self, call: _Call, error: BaseException) -> None:
+        """The call failed: free whoever still waits, and close the round."""
+        try:
+            live = [link for link in call.live() if any(link in c.links for c in self._channels)]
+            self._abort_workers(call, live)
+        finally:
+            for channel in self._channels:
+                channel.dirty = True
+            self._coordinator.settle(call.round_id, self._settled(call))
+
+    def _settled(self, call: _Call) -> list[dict[str, Any]]:
+        return [
+            {
+                "rank": rank,
+                "state": str(row.state),
+                "version": row.version,
+                "backend": row.link.backend or row.link.requested,
+                "incarnation": row.link.incarnation,
+                "error": row.error,
+            }
+            for rank, row in call.rows.items()
+        ]
+
+    def _report(self, call: _Call, seconds: float) -> SyncReport:
+        names = [m.name for m in call.metadata]
+        unchanged: tuple[str, ...] = ()
+        if call.digests is not None:
+            now = dict(zip(names, call.digests, strict=True))
+            unchanged = tuple(
+                n for n in names if self._previous.get(n) == now[n] and n in self._previous
+            )
+            self._previous.update(now)
+        return SyncReport(
+            version=call.version,
+            num_bytes=sum(m.num_bytes for m in call.metadata),
+            num_tensors=len(names),
+            seconds=seconds,
+            workers=tuple(
+                WorkerReport(
+                    rank=rank,
+                    state=row.state,
+                    version=row.version,
+                    seconds=row.seconds,
+                    backend=row.link.backend or row.link.requested,
+                    reason=row.link.reason,
+                    verified=row.verified,
+                    complete=row.complete,
+                    casts=row.casts,
+                    error=row.error,
+                )
+                for rank, row in call.rows.items()
+            ),
+            phases=dict(call.phases),
+            attempts=call.attempts,
+            partial=call.partial,
+            sent=tuple(names) if call.partial else (),
+            kept=tuple(call.kept) if call.partial else (),
+            unchanged=unchanged,
+            control_calls=max((row.link.calls for row in call.rows.values()), default=0),
+        )
+
+
+def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError | None:
+    """The first tensor whose digest at the worker is not what the sender read."""
+    if sent is None or vote.verified == "off":
+        return None
+    if len(vote.digests) != len(sent):
+        return TransferError(
+            f"worker {vote.rank} digested {len(vote.digests)} tensors, the sender {len(sent)}",
+            phase="verify",
+            weight_version=call.version,
+            worker=vote.rank,
+        )
+    for meta, here, there in zip(call.metadata, sent, vote.digests, strict=True):
+        if here != there:
+            return TransferError(
+                f"digest mismatch at {meta.name!r} on worker {vote.rank}: the sender read {here:016x}, "
+                f"{vote.verified} was {there:016x}; the version was not taken",
+                phase="verify",
+                weight_version=call.version,
+                worker=vote.rank,
+                name=meta.name,
+            )
+    return None
+
+
+class _Lease:
+    """Tells the coordinator every second that this trainer lives."""
+
+    def __init__(self, coordinator: CoordinatorProtocol, round_id: int) -> None:
+        self._stop = threading.Event()
+        self._coordinator, self._round_id = coordinator, round_id
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(
+            target=lambda: context.run(self._run), name="rayxfer-lease", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(1.0):
+            try:
+                self._coordinator.renew(self._round_id)
+            except RayxferError:
+                return  # the round is over or the controller gone: the main thread finds out
+
+    def stop(self) -> None:
+        self._stop.set()

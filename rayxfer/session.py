@@ -1,0 +1,743 @@
+"""The worker's side of a round: a small state machine, with no Ray in it.
+
+A `WorkerSession` is driven by messages (`handle`): describe, attach, connect, prepare, update, finish,
+commit, abort, detach. Each is a plain dict. The ones that can take long (connect, update, finish,
+commit) run in a thread of their own; a call waits for at most `wait_s` of it and then answers with
+its progress, to be asked again. So no call blocks for long, an abort always gets through, and every
+answer is a heartbeat.
+"""
+
+from __future__ import annotations
+
+import array
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rayxfer.base import WeightTransferEngine
+from rayxfer.config import ParallelConfig, WeightTransferConfig
+from rayxfer.digest import digest
+from rayxfer.errors import (
+    ConfigError,
+    ContractError,
+    RayxferError,
+    StateError,
+    TransferError,
+    portable_cause,
+)
+from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
+from rayxfer.loader import FuseRule, ModuleLoader, OpaqueLoader, WeightLoader
+from rayxfer.metadata import ParamMeta, dtype_name, metadata_digest, metadata_from_wire
+from rayxfer.report import WorkerState
+from rayxfer.source import Rename
+from rayxfer.topology import local_facts
+
+__all__ = ["Binding", "RoundAborted", "WorkerSession"]
+
+
+class RoundAborted(TransferError):
+    """Raised out of `load_weights` when its round was aborted."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a worker lends to its session.
+
+    Attributes:
+        model: the live module, or a function that returns it (for workers that replace it).
+        load_weights: `f(model, [(name, tensor), …]) -> set of written names | None`; None: the
+            model's own `load_weights(weights)` if it has one, else the default loader.
+        pause: called with "keep", "wait" or "abort" before weights change; returns when nothing
+            reads them. Must be safe to call twice.
+        resume: called when the weights are whole again. Must be safe to call twice.
+        reset_cache: called once after each commit, before resume, under cache_policy="reset".
+        start_update, finish_update: called once per round around the loading, however many buckets.
+        on_state: told every change of state.
+        rename, fuse: rules of the default loader.
+    """
+
+    model: torch.nn.Module | Callable[[], torch.nn.Module]
+    load_weights: Callable[[Any, list[tuple[str, torch.Tensor]]], Any] | None = None
+    pause: Callable[[str], Any] | None = None
+    resume: Callable[[], Any] | None = None
+    reset_cache: Callable[[], Any] | None = None
+    start_update: Callable[[], Any] | None = None
+    finish_update: Callable[[], Any] | None = None
+    on_state: Callable[[WorkerState], Any] | None = None
+    rename: Rename | None = None
+    fuse: Sequence[FuseRule] = ()
+
+    def live_model(self) -> torch.nn.Module:
+        model = self.model if isinstance(self.model, torch.nn.Module) else self.model()
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"the bound model is a {type(model).__name__}, not an nn.Module")
+        return model
+
+
+class _Task:
+    """One long operation in its own thread; others wait for slices of it."""
+
+    def __init__(self, key: tuple[Any, ...], function: Callable[[], dict[str, Any]]) -> None:
+        self.key = key
+        self.done = threading.Event()
+        self.result: dict[str, Any] = {}
+        self._function = function
+        self.thread = threading.Thread(target=self._run, name=f"rayxfer-{key[0]}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self._function()
+        except RayxferError as error:
+            self.result = {"error": error}
+        except BaseException as error:
+            text = f"{self.key[0]} failed: {type(error).__name__}: {error}"
+            self.result = {
+                "error": TransferError(text, phase=self.key[0], cause=portable_cause(error))
+            }
+        finally:
+            self.done.set()
+
+
+@dataclass
+class _Round:
+    """Everything about the round under way."""
+
+    round_id: int
+    version: int
+    metadata: tuple[ParamMeta, ...]
+    partial: bool
+    update_info: Any
+    loader: WeightLoader
+    verify: bool
+    previous: WorkerState
+    aborted: threading.Event = field(default_factory=threading.Event)
+    pushed: dict[int, threading.Event] = field(default_factory=dict)
+    started: bool = False
+    voted: bool = False
+    finished: bool = False
+
+
+class _LoadWeights:
+    """The `load_weights` that an engine is given: counts, checks, digests, then loads.
+
+    Attributes:
+        copies_only: the loader keeps nothing; views are welcome.
+    """
+
+    def __init__(self, current: _Round) -> None:
+        self._round = current
+        self._index = {meta.name: i for i, meta in enumerate(current.metadata)}
+        self._handed = [False] * len(current.metadata)
+        self._delivered = [0] * len(current.metadata)
+        self._digest = current.verify and not current.loader.one_to_one
+        self.copies_only = current.loader.copies_only
+        self.num_bytes = 0
+        self.in_loader = False
+        self.last_name: str | None = None
+        self.loader_error: TransferError | None = None
+
+    def landing(self, name: str) -> torch.Tensor | None:
+        """Where the bytes of `name` may be written directly (flat uint8), or None. Follow up with
+        `landed(name)`."""
+        self._check_abort()
+        if self.loader_error is not None:
+            return None
+        return self._round.loader.landing(self._take(name, claim=False))
+
+    def landed(self, name: str) -> None:
+        """All bytes of `landing(name)` were written."""
+        index = self._take(name)
+        self._round.loader.landed(index)
+        self._count(name, self._round.metadata[index].num_bytes)
+
+    def progress(self, num_bytes: int) -> None:
+        """Bytes arrived that no `load_weights` call has shown yet: keeps a slow link from looking
+        stalled, and is where an abort gets through."""
+        self.num_bytes += num_bytes
+        self._check_abort()
+
+    def __call__(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._check_abort()
+        items: list[tuple[int, torch.Tensor]] = []
+        for name, tensor in weights:
+            index = self._take(name)
+            self._compare(self._round.metadata[index], tensor)
+            if self._digest:
+                self._delivered[index] = digest(tensor)
+            items.append((index, tensor))
+        if self.loader_error is None and items:
+            self.in_loader = True
+            try:
+                self._round.loader.load(items)
+            except Exception as error:  # the user's loader: keep draining, so that others go on
+                first = self._round.metadata[items[0][0]].name
+                text = f"the loader raised at {first!r}: {type(error).__name__}: {error}"
+                self.loader_error = TransferError(
+                    text, phase="load", name=first, cause=portable_cause(error)
+                )
+            finally:
+                self.in_loader = False
+        for index, _ in items:
+            meta = self._round.metadata[index]
+            self._count(meta.name, meta.num_bytes)
+        self._check_abort()
+
+    def _check_abort(self) -> None:
+        if self._round.aborted.is_set():
+            raise RoundAborted(
+                f"round {self._round.round_id} was aborted",
+                phase="update",
+                weight_version=self._round.version,
+                name=self.last_name,
+            )
+
+    def _count(self, name: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.last_name = name
+
+    def _take(self, name: str, *, claim: bool = True) -> int:
+        index = self._index.get(name)
+        if index is None:
+            raise ContractError(f"the engine delivered {name!r}, which was not offered", name=name)
+        if self._handed[index]:
+            raise ContractError(f"the engine delivered {name!r} twice", name=name)
+        if claim:
+            self._handed[index] = True
+        return index
+
+    @staticmethod
+    def _compare(meta: ParamMeta, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise ContractError(
+                f"the engine delivered a {type(tensor).__name__} as {meta.name!r}", name=meta.name
+            )
+        if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
+            raise ContractError(
+                f"the engine delivered {meta.name!r} as {dtype_name(tensor.dtype)}"
+                f"{list(tensor.shape)}, offered was {meta}",
+                name=meta.name,
+            )
+
+    def check_complete(self) -> None:
+        missing = [
+            m.name
+            for m, handed in zip(self._round.metadata, self._handed, strict=True)
+            if not handed
+        ]
+        if missing:
+            total = len(self._handed)
+            raise ContractError(
+                f"the engine delivered {total - len(missing)} of {total} tensors; the first missing "
+                f"is {missing[0]!r}",
+                name=missing[0],
+            )
+
+    def delivered_digests(self) -> list[int]:
+        return self._delivered
+
+
+class WorkerSession:
+    """One worker's part in every round. Thread-safe; see the module's text.
+
+    State after a failure: nothing loaded → the old version is READY again and generation resumed;
+    something loaded in place → TORN, generation stays paused until a later round commits.
+    """
+
+    def __init__(self, binding: Binding, *, caught_up: bool = True) -> None:
+        self._binding = binding
+        self._lock = threading.RLock()
+        self._task: _Task | None = None
+        self._engine: WeightTransferEngine[Any, Any] | None = None
+        self._engine_lock = threading.Lock()
+        self._session_id: str | None = None
+        self._config = WeightTransferConfig()
+        self._round: _Round | None = None
+        self._load: _LoadWeights | None = None
+        self._metadata: dict[str, tuple[ParamMeta, ...]] = {}
+        self._learned: dict[str, frozenset[str]] = {}
+        self._owner: dict[str, Any] | None = None
+        self._last_round = -1
+        self.incarnation = uuid.uuid4().hex
+        self.version = 0
+        self.state = WorkerState.READY if caught_up else WorkerState.CONNECTING
+        self.torn_towards: int | None = None
+        self.calls: dict[str, int] = {}
+        self._ops: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "describe": self.describe,
+            "attach": self.attach,
+            "connect": self.connect,
+            "prepare": self.prepare,
+            "update": self.update,
+            "finish": self.finish,
+            "commit": self.commit,
+            "abort": self.abort,
+            "detach": self.detach,
+            "snapshot": lambda message: self.snapshot(),
+        }
+
+    def handle(self, op: str, message: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one message.
+
+        Raises:
+            StateError: an unknown operation, or one that does not fit the state.
+            ConfigError, ContractError, BackendUnavailable: as the operation says.
+        """
+        function = self._ops.get(op) if isinstance(op, str) else None
+        if function is None or not isinstance(message, dict):
+            raise StateError(f"unknown operation {op!r}: expected one of {', '.join(self._ops)}")
+        self.calls[op] = self.calls.get(op, 0) + 1
+        return function(message)
+
+    # ---- who am I ------------------------------------------------------------------------------
+
+    def snapshot(self) -> dict[str, Any]:
+        """State and version, without waiting for anything."""
+        load = self._load
+        return {
+            "state": str(self.state),
+            "version": self.version,
+            "towards": self.torn_towards,
+            "incarnation": self.incarnation,
+            "controller": None if self._owner is None else self._owner["name"],
+            "num_bytes": 0 if load is None else load.num_bytes,
+        }
+
+    def describe(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Everything that a controller wants to know about a new member.
+
+        Raises:
+            BackendUnavailable: the built-in engine in `message["backend"]` cannot run here.
+        """
+        backend = message.get("backend")
+        if backend in WeightTransferEngineFactory.built_in:
+            WeightTransferEngineFactory.get_engine_class(backend).check_available()
+        model = self._binding.live_model()
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        return {**self.snapshot(), "facts": local_facts(device).to_wire(), "owner": self._owner}
+
+    def attach(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Take `message["owner"]` (name, controller_id, rank, …) as this worker's controller.
+
+        Raises:
+            StateError: another controller owns it and `replace` is not given.
+        """
+        owner = dict(message["owner"])
+        with self._lock:
+            mine = self._owner
+            if mine is not None and mine["controller_id"] != owner["controller_id"]:
+                if message.get("replace") != mine["controller_id"]:
+                    raise StateError(
+                        f"this worker belongs to controller {mine['name']!r}: a worker has one "
+                        "controller; shut that one down first"
+                    )
+                self._close_engine()
+                self._last_round = -1
+            self._owner = owner
+        return self.snapshot()
+
+    def detach(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Forget the controller: abort what runs, close the channel. The weights stay."""
+        with self._lock:
+            owner = self._owner
+            if owner is None or owner["controller_id"] != message.get("controller_id"):
+                return self.snapshot()
+        if self._round is not None:
+            self.abort(
+                {"round_id": self._round.round_id, "timeout_s": message.get("timeout_s", 5.0)}
+            )
+        with self._lock:
+            self._close_engine()
+            self._owner = None
+        return self.snapshot()
+
+    # ---- connect -------------------------------------------------------------------------------
+
+    def connect(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Open a channel: make the engine and run its `init_transfer_engine`.
+
+        Raises (in the answer's "error"):
+            ConfigError: bad init info. BackendUnavailable: cannot run here. TransferError: else.
+        """
+        if self._owner is None:
+            return {"need": "attach"}
+        self._check_owner(message)
+        key = ("connect", message["session_id"])
+
+        def run() -> dict[str, Any]:
+            self._close_engine()
+            config = WeightTransferConfig(**message["config"])
+            engine_cls = EngineEntry(**message["entry"]).load()
+            engine_cls.check_available()
+            engine = engine_cls(config, ParallelConfig(**message["parallel_config"]))
+            info = engine.parse_init_info(dict(message["init_info"]))
+            with self._engine_lock:
+                self._engine = engine
+            try:
+                engine.init_transfer_engine(info)
+            except BaseException:
+                self._close_engine()
+                raise
+            self._config = config
+            self._session_id = message["session_id"]
+            return {}
+
+        return self._drive(key, run, message)
+
+    def _close_engine(self) -> None:
+        with self._engine_lock:
+            engine, self._engine = self._engine, None
+            self._session_id = None
+        if engine is not None:
+            engine.shutdown()
+
+    def _check_owner(self, message: dict[str, Any]) -> None:
+        owner = self._owner
+        if owner is None or owner["controller_id"] != message.get("controller_id"):
+            who = "no controller" if owner is None else f"controller {owner['name']!r}"
+            raise StateError(f"this worker belongs to {who}, not to the sender of this message")
+
+    # ---- one round -----------------------------------------------------------------------------
+
+    def prepare(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Preflight. Touches nothing; answers with every problem, or `{"need": …}`.
+
+        A round with a higher id replaces one whose trainer is gone.
+        """
+        if self._owner is None:
+            return {"need": "attach"}
+        self._check_owner(message)
+        round_id = int(message["round_id"])
+        if self._engine is None or self._session_id != message["session_id"]:
+            return {"need": "connect"}
+        with self._lock:
+            if round_id <= self._last_round:
+                raise StateError(
+                    f"round {round_id} is over: this worker has seen {self._last_round}"
+                )
+        if self._round is not None:
+            self.abort({"round_id": self._round.round_id, "timeout_s": 5.0})
+            return {"need": "connect"}
+        metadata = self._metadata.get(message["metadata_digest"])
+        if metadata is None:
+            if "metadata" not in message:
+                return {"need": "metadata"}
+            metadata = metadata_from_wire(message["metadata"])
+            if metadata_digest(metadata) != message["metadata_digest"]:
+                raise ContractError("the metadata does not match its digest")
+            self._metadata = {message["metadata_digest"]: metadata}
+        update_info = self._engine.parse_update_info(
+            {
+                "names": [m.name for m in metadata],
+                "dtype_names": [dtype_name(m.dtype) for m in metadata],
+                "shapes": [list(m.shape) for m in metadata],
+                **self._config.update_info,
+                **message["update_info"],
+            }
+        )
+        partial = bool(message["partial"])
+        loader = self._make_loader(getattr(update_info, "is_checkpoint_format", True))
+        preflight = loader.preflight(metadata, partial=partial)
+        if preflight.problems:
+            return {"problems": preflight.problems, "name": preflight.first_name}
+        with self._lock:
+            self._last_round = round_id
+            self._round = _Round(
+                round_id=round_id,
+                version=int(message["version"]),
+                metadata=metadata,
+                partial=partial,
+                update_info=update_info,
+                loader=loader,
+                verify=self._config.verify == "digest",
+                previous=self.state,
+            )
+            self._load = None
+        return {"casts": preflight.casts, "kept": preflight.kept}
+
+    def _make_loader(self, checkpoint_format: bool) -> WeightLoader:
+        binding, config = self._binding, self._config
+        model = binding.live_model()
+        staged, verify = config.load_mode == "staged", config.verify == "digest"
+        if not checkpoint_format:
+            return ModuleLoader(model, staged=staged, verify=verify)
+        if binding.load_weights is not None:
+            user = binding.load_weights
+            return OpaqueLoader(
+                lambda weights: user(model, weights), module=model, learned=self._learned
+            )
+        own = getattr(model, "load_weights", None)
+        if callable(own):
+            return OpaqueLoader(own, module=model, learned=self._learned)
+        return ModuleLoader(
+            model, rename=binding.rename, fuse=binding.fuse, staged=staged, verify=verify
+        )
+
+    def update(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Pause, start, receive, prove. The answer, once done, is the worker's vote.
+
+        Raises:
+            StateError: no such round was prepared, or no channel is open.
+        """
+        current = self._current(message)
+        engine = self._engine
+        if engine is None:
+            raise StateError("update before connect: this worker has no open channel")
+        key = ("update", current.round_id)
+        wait_s = float(message.get("wait_s", 0.0))
+        if message.get("payload") is not None:
+            # Payloads ride on update calls; a call answers when its payload was consumed, so the
+            # actor's own queue is the flow control.
+            until = time.monotonic() + wait_s
+            self._drive(key, lambda: self._receive(engine, current), {"wait_s": 0.0})
+            consumed = engine.on_push(int(message["sequence"]), message["payload"])
+            current.pushed[int(message["sequence"])] = consumed
+            task = self._task
+            if task is not None and task.done.is_set():
+                consumed.set()
+            consumed.wait(wait_s)
+            wait_s = max(0.0, until - time.monotonic()) if message.get("last") else 0.0
+        return self._drive(key, lambda: self._receive(engine, current), {"wait_s": wait_s})
+
+    def _receive(self, engine: WeightTransferEngine[Any, Any], current: _Round) -> dict[str, Any]:
+        try:
+            return self._receive_all(engine, current)
+        finally:
+            for consumed in list(current.pushed.values()):
+                consumed.set()
+
+    def _receive_all(
+        self, engine: WeightTransferEngine[Any, Any], current: _Round
+    ) -> dict[str, Any]:
+        binding, config = self._binding, self._config
+        load = self._load = _LoadWeights(current)
+        load.in_loader = True  # the pause may wait for requests: not a stall
+        if config.load_mode == "in_place":
+            if binding.pause is not None:
+                binding.pause(config.pause_mode)
+            self._set_state(WorkerState.UPDATING)
+        current.started = True
+        if binding.start_update is not None:
+            binding.start_update()
+        load.in_loader = False
+        try:
+            engine.receive_weights(current.update_info, load)
+        except RoundAborted:
+            raise
+        except RayxferError:
+            raise
+        except Exception as error:
+            load._check_abort()
+            raise TransferError(
+                f"{type(engine).__name__}.receive_weights raised: {type(error).__name__}: {error}",
+                phase="update",
+                weight_version=current.version,
+                name=load.last_name,
+                cause=portable_cause(error),
+            ) from error
+        load._check_abort()
+        if load.loader_error is not None:
+            raise load.loader_error
+        try:
+            return self._prove(current, load)
+        except RayxferError as error:
+            # the stream was drained: nobody else is held up by this
+            raise TransferError(
+                error.message,
+                phase="verify",
+                weight_version=current.version,
+                name=getattr(error, "name", None),
+                cause=error,
+            ) from error
+
+    def _prove(self, current: _Round, load: _LoadWeights) -> dict[str, Any]:
+        """Exactly once, complete, and what digests this worker vouches for: the vote."""
+        load.check_complete()
+        loader = current.loader
+        verified, digests = "off", b""
+        if current.verify:
+            load.in_loader = True
+            loaded = loader.loaded_digests() if loader.one_to_one else None
+            verified = "delivered" if loaded is None else "loaded"
+            found = load.delivered_digests() if loaded is None else loaded
+            digests = array.array("Q", found).tobytes()
+        unproven = loader.unproven()
+        if unproven and not current.partial:
+            raise ContractError(
+                f"{len(unproven)} parameters were not written, the first is {unproven[0]!r}: a full "
+                "sync has to cover every parameter",
+                name=unproven[0],
+            )
+        current.voted = True
+        return {
+            "digests": digests,
+            "verified": verified,
+            "complete": None if unproven is None else not unproven,
+        }
+
+    def finish(self, message: dict[str, Any]) -> dict[str, Any]:
+        """All live workers voted: run the loader's own finishing, before the version is recorded."""
+        current = self._current(message)
+        if not current.voted:
+            raise StateError(f"finish before the vote in round {current.round_id}")
+        loader = current.loader
+        staged = self._config.load_mode == "staged"
+        if current.finished or staged or self._binding.finish_update is None:
+            loader.finish()
+            current.finished = True
+            return {"done": True}
+
+        def run() -> dict[str, Any]:
+            loader.finish()
+            assert self._binding.finish_update is not None
+            self._binding.finish_update()
+            current.finished = True
+            return {}
+
+        return self._drive(("finish", current.round_id), run, message)
+
+    def commit(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The version is recorded: make it live, reset the cache, resume. Safe to repeat."""
+        round_id = int(message["round_id"])
+        if self._round is None and self._last_round == round_id:
+            return {"done": True, **self.snapshot()}
+        current = self._current(message)
+        if not current.finished:
+            raise StateError(f"commit before finish in round {round_id}")
+        return self._drive(("commit", round_id), lambda: self._commit(current, message), message)
+
+    def _commit(self, current: _Round, message: dict[str, Any]) -> dict[str, Any]:
+        binding, config = self._binding, self._config
+        if config.load_mode == "staged":
+            if binding.pause is not None:
+                binding.pause(config.pause_mode)
+            self._set_state(WorkerState.UPDATING)
+            current.loader.commit()
+            if binding.finish_update is not None:
+                binding.finish_update()
+        if isinstance(current.loader, OpaqueLoader) and current.loader.seen:
+            self._learned = current.loader.seen
+        self.version, self.torn_towards = current.version, None
+        if config.cache_policy == "reset" and binding.reset_cache is not None:
+            try:
+                _reset(binding.reset_cache)
+            except Exception as error:
+                # stale cache entries would mix two versions: better to hold than to answer wrongly
+                self.torn_towards = current.version
+                self._end_round(WorkerState.TORN)
+                text = f"the cache hook raised after commit: {type(error).__name__}: {error}"
+                raise TransferError(text, phase="commit", cause=portable_cause(error)) from error
+        self._end_round(WorkerState.READY)
+        return self.snapshot()
+
+    def abort(self, message: dict[str, Any]) -> dict[str, Any]:
+        """End the round now. Answers `stuck=True` if its thread did not come back in time.
+
+        Nothing loaded: the old version is READY and generation resumes. Something loaded in place:
+        TORN. In either case the channel is closed and a new connect is needed.
+        """
+        current = self._round
+        if current is None or current.round_id != int(message["round_id"]):
+            task = self._task
+            if task is not None and not task.done.is_set() and task.key[0] == "connect":
+                self._abort_engine()
+            return self.snapshot()
+        current.aborted.set()
+        self._abort_engine()
+        task = self._task
+        if task is not None and not task.done.wait(float(message.get("timeout_s", 5.0))):
+            self._mark_torn(current)
+            return {**self.snapshot(), "stuck": True}
+        self._close_engine()
+        if self._round is current:
+            current.loader.discard()
+            if current.loader.touched or current.previous == WorkerState.TORN:
+                self._mark_torn(current)
+                self._end_round(WorkerState.TORN)
+            else:
+                self._end_round(current.previous)
+        return self.snapshot()
+
+    # ---- inside --------------------------------------------------------------------------------
+
+    def _abort_engine(self) -> None:
+        engine = self._engine
+        if engine is not None:
+            engine.abort()
+
+    def _mark_torn(self, current: _Round) -> None:
+        self.torn_towards = current.version
+        self._set_state(WorkerState.TORN)
+
+    def _end_round(self, state: WorkerState) -> None:
+        self._round = None
+        self._set_state(state)
+        if state == WorkerState.READY and self._binding.resume is not None:
+            self._binding.resume()
+
+    def _set_state(self, state: WorkerState) -> None:
+        self.state = state
+        if self._binding.on_state is not None:
+            self._binding.on_state(state)
+
+    def _current(self, message: dict[str, Any]) -> _Round:
+        self._check_owner(message)
+        current = self._round
+        if current is None or current.round_id != int(message["round_id"]):
+            now = "none" if current is None else current.round_id
+            raise StateError(
+                f"round {message['round_id']} is not open on this worker (open: {now})"
+            )
+        return current
+
+    def _drive(
+        self,
+        key: tuple[Any, ...],
+        function: Callable[[], dict[str, Any]],
+        message: dict[str, Any],
+    ) -> dict[str, Any]:
+        """Start the task of `key` unless it runs or ran; wait a slice; answer result or progress."""
+        with self._lock:
+            task = self._task
+            if task is None or task.key != key:
+                if task is not None and not task.done.is_set():
+                    raise StateError(f"{task.key[0]} is still running on this worker")
+                task = self._task = _Task(key, function)
+        task.done.wait(float(message.get("wait_s", 0.0)))
+        if task.done.is_set():
+            return {"done": True, **task.result, "state": str(self.state), "version": self.version}
+        load, current = self._load, self._round
+        return {
+            "done": False,
+            "acked": 0 if current is None else _leading(current.pushed),
+            "num_bytes": 0 if load is None else load.num_bytes,
+            "busy": load is not None and load.in_loader,
+            "name": None if load is None else load.last_name,
+            "at": time.monotonic(),
+            "failed": None if load is None else load.loader_error,
+        }
+
+
+_CACHE_TRIES = 3
+
+
+def _reset(hook: Callable[[], Any]) -> None:
+    """Run a cache hook; one that refuses (returns False) is asked again a few times."""
+    for attempt in range(_CACHE_TRIES):
+        if hook() is not False:
+            return
+        time.sleep(0.05 * (attempt + 1))
+    raise StateError(f"the cache hook refused {_CACHE_TRIES} times (returned False)")
+
+
+def _leading(pushed: dict[int, threading.Event]) -> int:
+    """How many payloads from the first on were consumed."""
+    count = 0
+    while (event := pushed.get(count)) is not None and event.is_set():
+        count += 1
+    return count

@@ -1,0 +1,237 @@
+"""What to send: a source names its tensors first and then yields them, whole and in that order."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from rayxfer.errors import ConfigError, ContractError
+from rayxfer.metadata import ParamMeta, check_metadata
+
+__all__ = [
+    "MappingSource",
+    "ModuleSource",
+    "ParamMeta",
+    "Rename",
+    "WeightSource",
+    "apply_rename",
+    "as_source",
+]
+
+Rename = Mapping[str, str] | Callable[[str], str]
+"""How names change: a function, or prefix rules (see `apply_rename`)."""
+
+
+def apply_rename(name: str, rename: Rename | None) -> str:
+    """`name` under its new name.
+
+    A mapping holds rules `{old prefix: new prefix}`: the longest that fits wins, a prefix fits at
+    a dot or at the whole name only ("model" fits "model.x", not "models.x"), "" fits always, and a
+    name that none fits stays as it is.
+    """
+    if rename is None:
+        return name
+    if not isinstance(rename, Mapping):
+        new = rename(name)
+        if not isinstance(new, str) or not new:
+            raise ConfigError(f"rename({name!r}) gave {new!r}: expected a non-empty string")
+        return new
+    for old in sorted(rename, key=len, reverse=True):
+        if old == "" or name == old or name.startswith(old if old.endswith(".") else old + "."):
+            new = rename[old] + name[len(old) :]
+            return new.removeprefix(".") if not rename[old] else new
+    return name
+
+
+class WeightSource(ABC):
+    """Weights on offer. Subclass it for whatever shape your trainer's weights are in.
+
+    Both channels must agree: `metadata()` declares what iteration will yield, in order. Iteration
+    gives a fresh pass each time (a failed round is retried from the start).
+    """
+
+    stable: ClassVar[bool] = False
+    """True: every yielded tensor keeps its memory and values until the pass ends, so that several
+    may be in flight. False (the default): only until the next one is asked for."""
+
+    @abstractmethod
+    def metadata(self) -> list[ParamMeta]:
+        """Name, wire dtype and whole shape of every tensor; transfers nothing."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A fresh pass: whole tensors, in metadata order."""
+
+    def held_names(self) -> Collection[str] | None:
+        """Names that this trainer rank can yield; None (the default): all of them."""
+        return None
+
+
+class MappingSource(WeightSource):
+    """A mapping of names to tensors: a state dict, an adapter.
+
+    Entries that are the same tensor object or the very same view of the same memory are sent once
+    under the first name; the others become its aliases (a worker must know those names too).
+
+    Args:
+        tensors: what to send. Not copied: sent as it is when a round reads it.
+        dtype: cast floating-point tensors to this on the trainer (fewer bytes on the wire).
+        rename: new names (see `apply_rename`).
+    """
+
+    stable = True
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+    ) -> None:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"dtype={dtype!r}: expected a floating-point torch.dtype or None")
+        self._mapping = tensors
+        self._dtype = dtype
+        self._rename = rename
+        # A cast makes a new tensor for each step, so memory is only bounded one at a time.
+        self.stable = dtype is None  # type: ignore[misc]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        for name, tensor in self._mapping.items():
+            if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+                raise ContractError(
+                    f"entry {name!r} is a {type(tensor).__name__}: a source maps names to tensors",
+                    name=str(name),
+                )
+        return dict(self._mapping)
+
+    def _unique(self) -> list[tuple[str, torch.Tensor, tuple[str, ...]]]:
+        groups: dict[Any, tuple[torch.Tensor, list[str]]] = {}
+        for old, tensor in self._tensors().items():
+            groups.setdefault(tie_key(tensor), (tensor, []))[1].append(
+                apply_rename(old, self._rename)
+            )
+        return [(names[0], tensor, tuple(names[1:])) for tensor, names in groups.values()]
+
+    def _wire_dtype(self, tensor: torch.Tensor) -> torch.dtype:
+        castable = self._dtype is not None and tensor.dtype in FLOATS
+        return self._dtype if castable and self._dtype is not None else tensor.dtype
+
+    def metadata(self) -> list[ParamMeta]:
+        return [
+            ParamMeta(name, self._wire_dtype(tensor), tuple(tensor.shape), aliases)
+            for name, tensor, aliases in self._unique()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor, _ in self._unique():
+            yield name, whole(tensor).to(self._wire_dtype(tensor))
+
+
+class ModuleSource(MappingSource):
+    """A module's parameters and persistent buffers, as they are when a round reads them.
+
+    A tied tensor is sent once, its other names as aliases. Non-persistent buffers are not sent.
+
+    Args:
+        module: any `nn.Module`. Never changed; may be changed again once `sync_weights` returned.
+        dtype: cast floating-point tensors to this on the trainer.
+        rename: new names (see `apply_rename`).
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        rename: Rename | None = None,
+    ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"ModuleSource takes an nn.Module, not a {type(module).__name__}")
+        super().__init__({}, dtype=dtype, rename=rename)
+        self._module = module
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return named_tensors(self._module)
+
+
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""The dtypes among which a mismatch is cast, exactly as `tensor.to(dtype)` does."""
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and persistent buffer under every one of its names, ties included."""
+    tensors: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for name, buffer in child._buffers.items():
+            if buffer is not None and name not in child._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
+    return tensors
+
+
+def tie_key(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are one and the same: same object, or same view of the same memory."""
+    if is_sharded(tensor) or tensor.numel() == 0 or tensor.layout != torch.strided:
+        return id(tensor)
+    if tensor.device.type == "meta":
+        return id(tensor)
+    return (
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """A DTensor: reading it whole is a collective over the trainer's ranks."""
+    return hasattr(tensor, "full_tensor")
+
+
+def num_shards(tensor: Any) -> int:
+    """Over how many ranks a DTensor is laid out."""
+    return int(tensor.device_mesh.size())
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, detached; gathered first if it is a DTensor."""
+    gather = getattr(tensor, "full_tensor", None)
+    return (gather() if gather is not None else tensor).detach()
+
+
+def as_source(model: object) -> WeightSource:
+    """A source for what `sync_weights` was given: a source, a module, or a mapping.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    if isinstance(model, WeightSource):
+        return model
+    if isinstance(model, torch.nn.Module):
+        return ModuleSource(model)
+    if isinstance(model, Mapping):
+        return MappingSource(model)
+    raise ConfigError(
+        f"sync_weights got a {type(model).__name__}: expected an nn.Module, a mapping of names to "
+        "tensors, a WeightSource, or handles of trainer actors"
+    )
+
+
+def checked_metadata(source: WeightSource) -> tuple[ParamMeta, ...]:
+    """The source's metadata, validated.
+
+    Raises:
+        ContractError: what `check_metadata` raises, or metadata() is no list of ParamMeta.
+    """
+    metadata = source.metadata()
+    if not isinstance(metadata, (list, tuple)):
+        raise ContractError(
+            f"{type(source).__name__}.metadata() gave a {type(metadata).__name__}, not a list of ParamMeta"
+        )
+    return check_metadata(metadata)

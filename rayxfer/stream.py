@@ -1,0 +1,501 @@
+"""The update phase: threads that feed and send, and a loop that watches workers, sender and clocks."""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rayxfer.channel import SLICE_S, Channel, Link
+from rayxfer.client import outcome
+from rayxfer.config import WeightTransferConfig
+from rayxfer.digest import digest
+from rayxfer.errors import (
+    ContractError,
+    RayxferError,
+    TransferError,
+    TransferTimeout,
+    WorkerLost,
+    portable_cause,
+)
+from rayxfer.feed import Feed
+from rayxfer.metadata import ParamMeta, metadata_to_wire
+from rayxfer.packing import plain
+from rayxfer.source import WeightSource, whole
+
+__all__ = ["Broken", "Stream", "Vote"]
+
+_BATCH_BYTES = 8 << 20
+_BATCH_TEMPORARY_BYTES = 1 << 20
+_BATCH_TENSORS = 512
+_GRACE_S = 0.5
+"""After one worker's transport broke: how long to wait for the news that another one died."""
+
+
+@dataclass
+class Vote:
+    """What one worker said at the end of its update."""
+
+    rank: int
+    at: float
+    error: RayxferError | None = None
+    digests: Sequence[int] = ()
+    verified: str = "off"
+    complete: bool | None = None
+
+
+@dataclass
+class Broken:
+    """Why a stream ended early.
+
+    Attributes:
+        error: the first error.
+        fatal: set if no retry can help (the source is at fault, or time is up).
+        lost: workers that are gone or stalled.
+        failed: workers whose loader raised, or that voted no; they sit out the rest of the call.
+        suspects: workers whose own transport failed with nobody known to be lost.
+    """
+
+    error: RayxferError
+    fatal: RayxferError | None = None
+    lost: dict[int, RayxferError] = field(default_factory=dict)
+    failed: dict[int, RayxferError] = field(default_factory=dict)
+    suspects: dict[int, RayxferError] = field(default_factory=dict)
+
+
+class _Push:
+    """Sends the payloads of a `uses_push` channel with the workers' update calls."""
+
+    def __init__(self, stream: Stream, channel: Channel) -> None:
+        self._stream, self._channel = stream, channel
+        self._changed = threading.Condition()
+        self._error: RayxferError | None = None
+
+    def send(self, sequence: int, payload: Any, *, last: bool) -> None:
+        for link in self._channel.links:
+            self._stream.ask(link, {"sequence": sequence, "payload": payload, "last": last})
+
+    def wait(self, sequence: int) -> None:
+        """Return once every worker still in the round has consumed payload `sequence`."""
+        with self._changed:
+            while self._error is None and any(
+                link.acked <= sequence and link.rank not in self._stream.votes
+                for link in self._channel.links
+            ):
+                self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    def notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def abort(self, error: RayxferError) -> None:
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+
+class Stream:
+    """One pass over the source into every channel. `run` returns None, or why it broke."""
+
+    def __init__(
+        self,
+        *,
+        channels: Sequence[Channel],
+        source: WeightSource,
+        metadata: tuple[ParamMeta, ...],
+        config: WeightTransferConfig,
+        base_message: dict[str, Any],
+        version: int,
+        deadline: float,
+    ) -> None:
+        self._channels = channels
+        self._source = source
+        self._metadata = metadata
+        self._config = config
+        self._base = base_message
+        self._version = version
+        self._deadline = deadline
+        self._feeds = [Feed() for _ in channels]
+        self._pushes = [_Push(self, c) if c.engine_cls.uses_push else None for c in channels]
+        self._threads: list[threading.Thread] = []
+        self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self._links = {link.rank: link for channel in channels for link in channel.links}
+        self._channel_of = {
+            link.rank: index for index, channel in enumerate(channels) for link in channel.links
+        }
+        self._outstanding = dict.fromkeys(self._links, 0)
+        self._heard = dict.fromkeys(self._links, time.monotonic())
+        self._bytes = dict.fromkeys(self._links, 0)
+        self._busy = dict.fromkeys(self._links, False)
+        self._failed: dict[int, RayxferError] = {}
+        self._moved = [time.monotonic() for _ in channels]
+        self._sent: set[int] = set()
+        self._in_source_since: float | None = None
+        self._at_name: str | None = None
+        self._fed = False
+        self.votes: dict[int, Vote] = {}
+        self.digests: list[int] | None = [] if config.verify == "digest" else None
+
+    # ---- threads --------------------------------------------------------------------------------
+
+    def _spawn(self, kind: str, index: int, function: Any) -> None:
+        """Run in a thread that has the caller's context and torch modes; report its end."""
+        context = contextvars.copy_context()
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        device = torch.cuda.current_device() if started else None
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)
+                with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                    context.run(function)
+            except BaseException as caught:
+                error = caught
+            self._events.put((kind, index, error))
+
+        thread = threading.Thread(target=run, name=f"rayxfer-{kind}-{index}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _send(self, index: int) -> None:
+        channel, feed, push = self._channels[index], self._feeds[index], self._pushes[index]
+        wire = metadata_to_wire(self._metadata)
+        update_info = {
+            "names": wire["names"],
+            "dtype_names": wire["dtype_names"],
+            "shapes": wire["shapes"],
+            **self._config.update_info,
+        }
+        args: dict[str, Any] = {
+            **channel.init_info,
+            "init_info": dict(channel.init_info),
+            "update_info": update_info,
+            "weight_version": self._version,
+            "num_workers": len(channel.links),
+            **self._config.trainer_args,
+        }
+        if channel.handle is not None:
+            args["channel"] = channel.handle
+        if push is not None:
+            args["push"] = push
+        try:
+            channel.engine_cls.trainer_send_weights(feed, args)
+        finally:
+            feed.finish()
+        if feed.handed != len(self._metadata):
+            raise ContractError(
+                f"backend {channel.backend!r} sent {feed.handed} of {len(self._metadata)} tensors"
+            )
+
+    def _feed(self) -> None:
+        source, metadata = self._source, self._metadata
+        one_by_one = not source.stable
+        clone = one_by_one and not all(c.engine_cls.copies_before_next for c in self._channels)
+        batch: list[tuple[str, torch.Tensor]] = []
+        batch_bytes = temporary_bytes = 0
+        for index, (name, tensor) in enumerate(self._read()):
+            if index >= len(metadata):
+                raise ContractError(
+                    f"the source yielded {name!r} after its last name: metadata() declares "
+                    f"{len(metadata)} tensors",
+                    name=name,
+                )
+            meta = metadata[index]
+            value = self._checked(meta, name, tensor)
+            if self.digests is not None:
+                self.digests.append(digest(value))
+            if clone:
+                value = value.clone()
+            batch.append((name, value))
+            batch_bytes += meta.num_bytes
+            temporary_bytes += meta.num_bytes if value.data_ptr() != tensor.data_ptr() else 0
+            if (
+                one_by_one
+                or batch_bytes >= _BATCH_BYTES
+                or temporary_bytes >= _BATCH_TEMPORARY_BYTES
+                or len(batch) >= _BATCH_TENSORS
+            ):
+                del value, tensor
+                self._hand(batch, until_consumed=one_by_one)
+                batch, batch_bytes, temporary_bytes = [], 0, 0
+        count = index + 1 if metadata and self._at_name is not None else 0
+        if count < len(metadata):
+            raise ContractError(
+                f"the source yielded {count} tensors, metadata() declares {len(metadata)}; the first "
+                f"missing is {metadata[count].name!r}",
+                name=metadata[count].name,
+            )
+        if batch:
+            self._hand(batch, until_consumed=False)
+        for feed in self._feeds:
+            feed.close()
+
+    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The source's own iteration, timed, its errors labelled."""
+        self._in_source_since = time.monotonic()
+        try:
+            iterator = iter(self._source)
+        except Exception as error:
+            raise self._source_error(error) from error
+        while True:
+            self._in_source_since = time.monotonic()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                self._in_source_since = None
+                return
+            except Exception as error:
+                raise self._source_error(error) from error
+            finally:
+                self._in_source_since = None
+            if not isinstance(item, tuple) or len(item) != 2:
+                raise ContractError(f"the source yielded {item!r}, not a pair (name, tensor)")
+            self._at_name = str(item[0])
+            yield item
+
+    def _source_error(self, error: Exception) -> RayxferError:
+        if isinstance(error, RayxferError):
+            return error
+        where = "before its first tensor" if self._at_name is None else f"after {self._at_name!r}"
+        return TransferError(
+            f"the source raised {where}: {type(error).__name__}: {error}",
+            phase="update",
+            weight_version=self._version,
+            name=self._at_name,
+            cause=portable_cause(error),
+        )
+
+    @staticmethod
+    def _checked(meta: ParamMeta, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name != meta.name:
+            raise ContractError(
+                f"the source yielded {name!r} where metadata() declares {meta.name!r}",
+                name=meta.name,
+            )
+        if not isinstance(tensor, torch.Tensor):
+            raise ContractError(
+                f"the source yielded a {type(tensor).__name__} as {name!r}, not a tensor", name=name
+            )
+        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+            raise ContractError(
+                f"{name!r} is a {tensor.layout} tensor on {tensor.device}: only dense tensors with data "
+                "can be sent",
+                name=name,
+            )
+        value = plain(whole(tensor))
+        if value.dtype != meta.dtype or tuple(value.shape) != meta.shape:
+            found = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            raise ContractError(
+                f"the source yielded {name!r} as {found}, metadata() declares {meta}", name=name
+            )
+        return value
+
+    def _hand(self, batch: list[tuple[str, torch.Tensor]], *, until_consumed: bool) -> None:
+        for feed in self._feeds:
+            feed.put(batch)
+        if until_consumed:
+            for feed in self._feeds:
+                feed.wait_consumed()
+
+    # ---- calls to workers -----------------------------------------------------------------------
+
+    def ask(self, link: Link, extra: dict[str, Any]) -> None:
+        """One update call. Thread-safe."""
+        self._outstanding[link.rank] += 1
+        future = link.call("update", {**self._base, "wait_s": SLICE_S, **extra})
+        future.add_done_callback(lambda done: self._events.put(("worker", link.rank, done)))
+
+    # ---- the loop -------------------------------------------------------------------------------
+
+    def run(self) -> Broken | None:
+        for index, channel in enumerate(self._channels):
+            for link in channel.links:
+                link.acked = 0
+                if self._pushes[index] is None or not self._metadata:
+                    self.ask(link, {})
+            self._spawn("channel", index, lambda index=index: self._send(index))
+        self._spawn("feeder", 0, self._feed)
+        while True:
+            if self._complete():
+                return None
+            try:
+                event = self._events.get(timeout=0.25)
+            except queue.Empty:
+                broken = self._overdue()
+            else:
+                broken = self._on(*event) or (self._overdue() if self._events.empty() else None)
+            if broken is not None:
+                return self._break(broken)
+
+    def _complete(self) -> bool:
+        return (
+            self._fed
+            and len(self._sent) == len(self._channels)
+            and len(self.votes) == len(self._links)
+        )
+
+    def _on(self, kind: str, index: int, what: Any) -> Broken | None:
+        if kind == "worker":
+            return self._on_answer(index, what)
+        if what is None:
+            if kind == "feeder":
+                self._fed = True
+            else:
+                self._sent.add(index)
+                self._moved[index] = time.monotonic()
+            return None
+        error = (
+            what
+            if isinstance(what, RayxferError)
+            else TransferError(
+                f"{kind} failed: {type(what).__name__}: {what}",
+                phase="update",
+                weight_version=self._version,
+                cause=portable_cause(what),
+            )
+        )
+        if kind == "feeder" or isinstance(error, ContractError):
+            return Broken(error, fatal=error)
+        return Broken(error)
+
+    def _on_answer(self, rank: int, future: Future[dict[str, Any]]) -> Broken | None:
+        link, index = self._links[rank], self._channel_of[rank]
+        now = time.monotonic()
+        self._outstanding[rank] -= 1
+        self._heard[rank] = now
+        answer = outcome(future, rank)
+        push = self._pushes[index]
+        if rank in self.votes:
+            return None
+        if isinstance(answer, RayxferError):
+            answer.__dict__.setdefault("phase", "update")
+            if isinstance(answer, WorkerLost):
+                return Broken(answer, lost={rank: answer})
+            if getattr(answer, "phase", None) in ("load", "verify"):
+                return self._vote(Vote(rank, now, error=answer))  # drained: the channel is fine
+            return Broken(answer, suspects={rank: answer})
+        if not answer["done"]:
+            if (
+                answer["num_bytes"] != self._bytes[rank]
+                or answer["busy"]
+                or answer["acked"] > link.acked
+            ):
+                self._moved[index] = now
+            self._bytes[rank], self._busy[rank] = answer["num_bytes"], answer["busy"]
+            link.acked = max(link.acked, answer["acked"])
+            if push is not None:
+                push.notify()
+            if answer["failed"] is not None:
+                self._failed[rank] = answer["failed"]
+                if len(self._failed) == len(self._links):
+                    return Broken(answer["failed"])  # nobody is left to send to
+            if (push is None or self._sent_all(index)) and self._outstanding[rank] == 0:
+                self.ask(link, {})
+            return None
+        self._moved[index] = now
+        digests = array.array("Q")
+        digests.frombytes(answer["digests"])
+        return self._vote(Vote(rank, now, None, digests, answer["verified"], answer["complete"]))
+
+    def _sent_all(self, index: int) -> bool:
+        return index in self._sent or self._feeds[index].handed == len(self._metadata)
+
+    def _vote(self, vote: Vote) -> Broken | None:
+        self.votes[vote.rank] = vote
+        if vote.error is not None:
+            self._failed[vote.rank] = vote.error
+        push = self._pushes[self._channel_of[vote.rank]]
+        if push is not None:
+            push.notify()
+        if vote.error is not None and len(self._failed) == len(self._links):
+            return Broken(vote.error)  # nobody is left to send to
+        return None
+
+    def _overdue(self) -> Broken | None:
+        """Which clock has run out, and whose fault that is."""
+        now, stall = time.monotonic(), self._config.stall_timeout_s
+        if now > self._deadline:
+            error = self._timeout("sync_timeout_s", self._config.sync_timeout_s, None)
+            return Broken(error, fatal=error)
+        since = self._in_source_since
+        if since is not None and now - since > stall:
+            error = self._timeout("stall_timeout_s", stall, None)
+            return Broken(error, fatal=error)
+        for rank in self._links:
+            if (
+                rank not in self.votes
+                and self._outstanding[rank]
+                and now - self._heard[rank] > SLICE_S + stall
+            ):
+                error = self._timeout("stall_timeout_s", stall, rank)
+                return Broken(error, lost={rank: error})
+        for index, channel in enumerate(self._channels):
+            waiting = [link for link in channel.links if link.rank not in self.votes]
+            if not waiting or (self._feeds[index].starved and index not in self._sent):
+                self._moved[index] = now
+                continue
+            if any(self._busy[link.rank] for link in waiting):
+                continue
+            if now - self._moved[index] > stall + SLICE_S:
+                least = min(self._bytes[link.rank] for link in waiting)
+                slow = [link for link in waiting if self._bytes[link.rank] == least]
+                errors: dict[int, RayxferError] = {
+                    link.rank: self._timeout("stall_timeout_s", stall, link.rank) for link in slow
+                }
+                return Broken(next(iter(errors.values())), lost=errors)
+        return None
+
+    def _timeout(self, key: str, seconds: float, rank: int | None) -> TransferTimeout:
+        who = "the source" if rank is None else f"worker {rank}"
+        name = self._at_name
+        return TransferTimeout(
+            f"{who} made no progress at {name!r} of version {self._version} within {key}={seconds:g}",
+            phase="update",
+            weight_version=self._version,
+            worker=rank,
+            name=name,
+        )
+
+    def _break(self, broken: Broken) -> Broken:
+        """Stop everything; then listen for a moment who else is gone, for that is the root."""
+        for feed in self._feeds:
+            feed.abort(broken.error)
+        for push in self._pushes:
+            if push is not None:
+                push.abort(broken.error)
+        if broken.fatal is None and not broken.lost:
+            until = time.monotonic() + _GRACE_S
+            while (left := until - time.monotonic()) > 0 and not broken.lost:
+                try:
+                    kind, index, what = self._events.get(timeout=left)
+                except queue.Empty:
+                    break
+                if kind != "worker":
+                    continue
+                answer = outcome(what, index)
+                if isinstance(answer, WorkerLost):
+                    broken.lost[index] = answer
+                elif isinstance(answer, RayxferError):
+                    broken.suspects[index] = answer
+        broken.failed = dict(self._failed)
+        return broken
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the threads; False if one is stuck (it is a daemon and holds only its channel)."""
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)

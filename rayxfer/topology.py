@@ -1,0 +1,161 @@
+"""Who is where: the facts that decide which engine reaches a worker, and why.
+
+Pure apart from `local_facts`, which reads this process's own surroundings. The only module that
+imports pynvml, and only when asked about a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+
+from rayxfer.errors import ConfigError
+
+__all__ = ["Choice", "Facts", "choose_backend", "local_facts"]
+
+PROTOCOL_VERSION = 1
+"""Sender and worker must speak the same; compared at connect."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Where one process lives. Plain data; travels in control messages.
+
+    Attributes:
+        protocol: `PROTOCOL_VERSION` of that process.
+        boot_id: the kernel's boot id: equal on one machine, also across containers.
+        hostname: as the kernel says it.
+        address: an address under which other nodes reach this one.
+        pid: in the process's own PID namespace.
+        uid: user id.
+        device: "cpu", or "cuda:<GPU UUID>" where the weights live.
+        num_ranks: transport ranks behind this worker (1 for a plain one).
+        torch_version: bare torch version.
+    """
+
+    protocol: int
+    boot_id: str
+    hostname: str
+    address: str
+    pid: int
+    uid: int
+    device: str = "cpu"
+    num_ranks: int = 1
+    torch_version: str = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> Facts:
+        known = {f.name for f in fields(cls)}
+        return cls(**{k: v for k, v in wire.items() if k in known})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend for one worker, with the reason, so that a report can say it."""
+
+    backend: str
+    reason: str
+
+
+@functools.cache
+def _boot_id() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return f"host-{socket.gethostname()}"
+
+
+def routable_address() -> str:
+    """An IP address of this node that other nodes can reach.
+
+    Ray's choice where this process is connected to Ray; else the source address of the default
+    route; else loopback. Never looks up the hostname, which may resolve to 127.0.1.1.
+    """
+    ray = sys.modules.get("ray")
+    if ray is not None and getattr(ray, "is_initialized", lambda: False)():
+        return str(ray.util.get_node_ip_address())
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))  # no packet leaves: UDP connect only picks a route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def device_name(device: torch.device) -> str:
+    """ "cpu", or "cuda:<UUID>": the UUID is the same under every CUDA_VISIBLE_DEVICES."""
+    if device.type != "cuda":
+        return device.type
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+
+
+def local_facts(device: torch.device | None = None, *, num_ranks: int = 1) -> Facts:
+    """The facts about this process; `device` is where its weights live (default CPU)."""
+    return Facts(
+        protocol=PROTOCOL_VERSION,
+        boot_id=_boot_id(),
+        hostname=socket.gethostname(),
+        address=routable_address(),
+        pid=os.getpid(),
+        uid=os.getuid(),
+        device="cpu" if device is None else device_name(device),
+        num_ranks=num_ranks,
+        torch_version=str(torch.__version__).split("+")[0],
+    )
+
+
+def same_host(a: Facts, b: Facts) -> bool:
+    """One machine (one kernel): memory files can be shared, if /proc lets the one open the other's."""
+    return a.boot_id == b.boot_id and a.hostname == b.hostname and a.uid == b.uid
+
+
+def choose_backend(sender: Facts, worker: Facts, *, shm_refused: str | None = None) -> Choice:
+    """The rule behind `backend="auto"`, for one worker.
+
+    Same GPU → ipc; same host on CPU → shm (unless opening the memory file was tried and refused:
+    PID namespaces differ); both on GPUs → nccl; else gloo.
+    """
+    both_cuda = sender.device.startswith("cuda:") and worker.device.startswith("cuda:")
+    if both_cuda and sender.device == worker.device:
+        return Choice("ipc", f"same GPU as the sender ({worker.device})")
+    if both_cuda:
+        return Choice("nccl", f"sender on {sender.device}, worker on {worker.device}")
+    if same_host(sender, worker) and worker.device == "cpu":
+        if shm_refused is None:
+            return Choice("shm", f"same host as the sender ({worker.hostname}), weights on the CPU")
+        return Choice("gloo", f"same host, but shared memory was refused: {shm_refused}")
+    return Choice("gloo", f"sender on host {sender.hostname}, worker on {worker.hostname}")
+
+
+def check_protocol(sender: Facts, worker: Facts, rank: int) -> None:
+    """Both sides must speak one protocol version.
+
+    Raises:
+        ConfigError: naming both values.
+    """
+    if sender.protocol != worker.protocol:
+        raise ConfigError(
+            f"worker {rank} speaks rayxfer protocol {worker.protocol}, this sender {sender.protocol}: "
+            "install the same rayxfer on both"
+        )
+
+
+def rank_offsets(num_ranks: list[int]) -> list[int]:
+    """First transport rank of each worker: prefix sums, so ranks are exactly 0 … N-1."""
+    offsets, total = [], 0
+    for count in num_ranks:
+        if count < 1:
+            raise ConfigError(f"num_ranks={count}: a worker has at least one transport rank")
+        offsets.append(total)
+        total += count
+    return offsets
