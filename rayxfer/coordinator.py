@@ -167,8 +167,9 @@ class Coordinator:
                     continue
                 self._learn(member, answer)
                 previous = answer.get("owner")
-                foreign = previous and previous["controller_id"] != self._controller_id
-                if foreign and not self._owner_alive(previous):
+                if previous is None or previous["controller_id"] == self._controller_id:
+                    continue
+                if not self._owner_alive(previous):
                     dead[member.rank] = previous["controller_id"]
         return errors
 

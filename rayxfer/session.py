@@ -13,7 +13,8 @@ import array
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +119,7 @@ class _Round:
     previous: WorkerState
     aborted: threading.Event = field(default_factory=threading.Event)
     pushed: dict[int, threading.Event] = field(default_factory=dict)
-    started: bool = False
+    pausing: bool = False
     voted: bool = False
     finished: bool = False
 
@@ -263,6 +264,9 @@ class WorkerSession:
         self._learned: dict[str, frozenset[str]] = {}
         self._owner: dict[str, Any] | None = None
         self._last_round = -1
+        self._quiet = threading.Condition()
+        self._visitors = 0
+        self._changing = False
         self.incarnation = uuid.uuid4().hex
         self.version = 0
         self.state = WorkerState.READY if caught_up else WorkerState.CONNECTING
@@ -518,10 +522,8 @@ class WorkerSession:
         load = self._load = _LoadWeights(current)
         load.in_loader = True  # the pause may wait for requests: not a stall
         if config.load_mode == "in_place":
-            if binding.pause is not None:
-                binding.pause(config.pause_mode)
-            self._set_state(WorkerState.UPDATING)
-        current.started = True
+            self._enter(current)
+        load._check_abort()
         if binding.start_update is not None:
             binding.start_update()
         load.in_loader = False
@@ -554,6 +556,15 @@ class WorkerSession:
                 name=getattr(error, "name", None),
                 cause=error,
             ) from error
+
+    def _enter(self, current: _Round) -> None:
+        """From here on nobody reads the weights."""
+        current.pausing = True
+        if self._binding.pause is not None:
+            self._binding.pause(self._config.pause_mode)
+        self._begin_changing(current)
+        current.pausing = False
+        self._set_state(WorkerState.UPDATING)
 
     def _prove(self, current: _Round, load: _LoadWeights) -> dict[str, Any]:
         """Exactly once, complete, and what digests this worker vouches for: the vote."""
@@ -614,9 +625,7 @@ class WorkerSession:
     def _commit(self, current: _Round, message: dict[str, Any]) -> dict[str, Any]:
         binding, config = self._binding, self._config
         if config.load_mode == "staged":
-            if binding.pause is not None:
-                binding.pause(config.pause_mode)
-            self._set_state(WorkerState.UPDATING)
+            self._enter(current)
             current.loader.commit()
             if binding.finish_update is not None:
                 binding.finish_update()
@@ -648,6 +657,8 @@ class WorkerSession:
                 self._abort_engine()
             return self.snapshot()
         current.aborted.set()
+        if current.pausing and self._binding.resume is not None:
+            self._binding.resume()  # calls the pause off
         self._abort_engine()
         task = self._task
         if task is not None and not task.done.wait(float(message.get("timeout_s", 5.0))):
@@ -663,6 +674,31 @@ class WorkerSession:
                 self._end_round(current.previous)
         return self.snapshot()
 
+    @contextmanager
+    def outside_rounds(self) -> Iterator[None]:
+        """Hold off rounds while the caller looks at, or changes, the model.
+
+        Waits for a round that changes weights to end; a torn model may be looked at.
+        """
+        with self._quiet:
+            while self._changing:
+                self._quiet.wait(1.0)
+            self._visitors += 1
+        try:
+            yield
+        finally:
+            with self._quiet:
+                self._visitors -= 1
+                self._quiet.notify_all()
+
+    def _begin_changing(self, current: _Round) -> None:
+        with self._quiet:
+            while self._visitors:
+                if current.aborted.is_set():
+                    return
+                self._quiet.wait(0.05)
+            self._changing = True
+
     # ---- inside --------------------------------------------------------------------------------
 
     def _abort_engine(self) -> None:
@@ -676,6 +712,9 @@ class WorkerSession:
 
     def _end_round(self, state: WorkerState) -> None:
         self._round = None
+        with self._quiet:
+            self._changing = False
+            self._quiet.notify_all()
         self._set_state(state)
         if state == WorkerState.READY and self._binding.resume is not None:
             self._binding.resume()

@@ -1,0 +1,15 @@
+"""Ready-made Ray actors on top of rayxfer: an inference worker, a trainer, and where to put them."""
+
+from actors.generation import Completion
+from actors.inference import InferenceActor, InferenceWorker
+from actors.placement import Placement
+from actors.trainer import Trainer, TrainerActor
+
+__all__ = [
+    "Completion",
+    "InferenceActor",
+    "InferenceWorker",
+    "Placement",
+    "Trainer",
+    "TrainerActor",
+]
