@@ -6,6 +6,8 @@ ids (batch, length) to logits (batch, length, vocabulary), or to an object with 
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,7 +76,9 @@ class Generator:
                 being updated. StateError: this worker refuses, or was shut down.
         """
         if not prompt_token_ids or not all(prompt_token_ids):
-            raise ConfigError("prompt_token_ids: expected a non-empty list of non-empty lists of ids")
+            raise ConfigError(
+                "prompt_token_ids: expected a non-empty list of non-empty lists of ids"
+            )
         if max_new_tokens < 1 or temperature < 0:
             raise ConfigError(
                 f"max_new_tokens={max_new_tokens}, temperature={temperature}: expected >= 1 and >= 0"
@@ -88,7 +92,9 @@ class Generator:
             prompts = torch.tensor([list(prompt_token_ids[i]) for i in indices], dtype=torch.long)
             # one random stream per prompt: the result does not depend on who else is in the batch
             streams = [None if seed is None else seed + i for i in indices]
-            batch = self._batch(prompts, max_new_tokens, temperature, streams, eos_token_id, deadline)
+            batch = self._batch(
+                prompts, max_new_tokens, temperature, streams, eos_token_id, deadline
+            )
             done.update(zip(indices, batch, strict=True))
         return [done[index] for index in range(len(prompt_token_ids))]
 
@@ -132,7 +138,9 @@ class Generator:
                     if not any(running):
                         break
             except RequestAborted:
-                reasons = ["abort" if alive else r for alive, r in zip(running, reasons, strict=True)]
+                reasons = [
+                    "abort" if alive else r for alive, r in zip(running, reasons, strict=True)
+                ]
             finished = self._version()
         return [
             Completion(tokens[row], logprobs[row], dispatched, finished, reasons[row])
@@ -146,8 +154,9 @@ class Generator:
         with torch.no_grad():
             if _is_hugging_face(model):
                 fresh = ids if cache is None else ids[:, -1:]
-                out = model(input_ids=fresh.to(device), past_key_values=cache, use_cache=True)
-                return out.logits[:, -1].cpu(), out.past_key_values
+                key = _cache_key(type(model).forward)
+                out = model(input_ids=fresh.to(device), use_cache=True, **{key: cache})
+                return out.logits[:, -1].cpu(), getattr(out, key)
             out = model(ids.to(device))
             logits = out if isinstance(out, torch.Tensor) else out.logits
             return logits[:, -1].cpu(), None
@@ -155,6 +164,13 @@ class Generator:
 
 def _is_hugging_face(model: torch.nn.Module) -> bool:
     return hasattr(model, "config") and hasattr(model, "prepare_inputs_for_generation")
+
+
+@functools.cache
+def _cache_key(forward: Callable[..., Any]) -> str:
+    """What this model's forward calls its key-value cache (transformers 5 renamed it)."""
+    names = inspect.signature(forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def _choose(

@@ -1,0 +1,19 @@
+"""Tools for those who write engines, sources and loaders; without Ray.
+
+`check_engine` runs the conformance kit on an engine. `LocalController` is the whole protocol in one
+process. `poison`, `raw_bytes` and `assert_same_bytes` are for honest tests of your own.
+"""
+
+from rayxfer.testing.conformance import ConformanceReport, EngineCheckError, check_engine
+from rayxfer.testing.local import LocalController
+from rayxfer.testing.tensors import assert_same_bytes, poison, raw_bytes
+
+__all__ = [
+    "ConformanceReport",
+    "EngineCheckError",
+    "LocalController",
+    "assert_same_bytes",
+    "check_engine",
+    "poison",
+    "raw_bytes",
+]

@@ -1,0 +1,77 @@
+"""The whole protocol in one process: real sessions, real engines, threads instead of actors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rayxfer.client import InProcessClient
+from rayxfer.config import WeightTransferConfig
+from rayxfer.coordinator import Coordinator
+from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
+from rayxfer.report import Status, SyncReport
+from rayxfer.sender import Sender
+from rayxfer.session import Binding, WorkerSession
+from rayxfer.source import as_source
+
+__all__ = ["LocalController"]
+
+_count = itertools.count()
+
+
+class LocalController:
+    """Like `Controller`, with models of this process as its workers.
+
+    What differs from the real thing is only how messages travel, so it shows what an engine, a source
+    or a loader does; not what a network, a crash or another process does.
+
+    Args:
+        workers: one model, or one `Binding`, per worker.
+        config: settings.
+
+    Raises:
+        as `Controller`.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[torch.nn.Module | Binding],
+        config: WeightTransferConfig | None = None,
+    ) -> None:
+        config = config if config is not None else WeightTransferConfig()
+        entries: dict[str, EngineEntry] = {
+            name: WeightTransferEngineFactory.entry(name)
+            for name in config.backends
+            if name != "auto"
+        }
+        self.sessions = [
+            WorkerSession(one if isinstance(one, Binding) else Binding(one)) for one in workers
+        ]
+        clients = [InProcessClient(session) for session in self.sessions]
+        self._coordinator = Coordinator(f"local-{next(_count)}", list(clients), config)
+        self._coordinator.open()
+        self._sender = Sender(self._coordinator, entries)
+
+    def sync_weights(
+        self, model: Any, *, version: int | None = None, partial: bool = False
+    ) -> SyncReport:
+        """As `Controller.sync_weights`, for a module, a mapping or a source."""
+        return self._sender.sync(as_source(model), version=version, partial=partial)
+
+    def status(self) -> Status:
+        """As `Controller.status`."""
+        return self._coordinator.status()
+
+    def shutdown(self) -> None:
+        """Close every channel and let the workers go. Safe to call twice."""
+        self._sender.close()
+        self._coordinator.close()
+
+    def __enter__(self) -> LocalController:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
