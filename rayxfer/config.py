@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -89,7 +89,7 @@ class WeightTransferConfig:
         for key in ("connect_timeout_s", "stall_timeout_s", "sync_timeout_s"):
             value = getattr(self, key)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value <= 0:
+            if not number or not 0 < value <= sys.float_info.max:
                 raise ConfigError(f"{key}={value!r}: expected a finite number of seconds > 0")
             object.__setattr__(self, key, float(value))
         for key, choices in (

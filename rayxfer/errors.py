@@ -52,14 +52,18 @@ def portable_cause(cause: BaseException | None) -> BaseException | None:
     try:
         pickle.loads(pickle.dumps(cause))
     except Exception:
+        try:
+            message = str(cause)
+        except Exception:  # an error whose own text fails must not hide the one it caused
+            message = "<no text>"
         text = "".join(traceback.format_exception(cause))
-        return RemoteCause(type(cause).__name__, str(cause), text)
+        return RemoteCause(type(cause).__name__, message, text)
     return cause
 
 
 def _rebuild(cls: type[RayxferError], state: dict[str, Any]) -> RayxferError:
     error = cls.__new__(cls)
-    Exception.__init__(error, state["message"])
+    RayxferError.__init__(error, state["message"], cause=state["cause"])
     error.__dict__.update(state)
     return error
 
@@ -69,7 +73,7 @@ class RayxferError(Exception):
 
     Attributes:
         message: the whole text.
-        cause: the error underneath, also after pickling (where `__cause__` is lost), or None.
+        cause: the error underneath, also after Ray (where `__cause__` is lost), or None.
     """
 
     def __init__(self, message: str, *, cause: BaseException | None = None) -> None:
