@@ -27,21 +27,31 @@ from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.report import Status, SyncReport
 from rayxfer.sender import Sender
 from rayxfer.source import WeightSource, as_source, is_sharded, named_tensors, num_shards
+from rayxfer.worker import reconstructed
 
 __all__ = ["Controller"]
 
 NAMESPACE = "rayxfer"
 _MARGIN_S = 15.0
 _STATUS_TIMEOUT_S = 10.0
+_GROUPS = {"status": 4, "membership": 2}
+"""Threads: `status` and leases never wait behind a `begin`, nor a commit behind a join."""
 
 
 class _CoordinatorActor(Coordinator):
     """The plain class, plus a clock. Runs as a Ray actor."""
 
     def __init__(
-        self, name: str, workers: list[Any], config: WeightTransferConfig, entries: bytes
+        self,
+        name: str,
+        workers: list[Any],
+        config: WeightTransferConfig,
+        entries: bytes,
+        controller_id: str,
     ) -> None:
-        super().__init__(name, workers, config, entries, _owner_alive)
+        super().__init__(name, workers, config, entries, controller_id, _owner_alive)
+        if reconstructed():
+            self.recover()
         threading.Thread(target=self._tick_forever, name="rayxfer-tick", daemon=True).start()
 
     def _tick_forever(self) -> None:
@@ -58,8 +68,16 @@ class _CoordinatorActor(Coordinator):
         return super().controller_id()
 
     @ray.method(concurrency_group="status")
-    def renew(self, round_id: int) -> None:
-        super().renew(round_id)
+    def renew(self, claim: dict[str, Any]) -> None:
+        super().renew(claim)
+
+    @ray.method(concurrency_group="membership")
+    def add_workers(self, workers: list[Any], backends: list[str]) -> list[int]:
+        return super().add_workers(workers, backends)
+
+    @ray.method(concurrency_group="membership")
+    def remove_workers(self, ranks: list[int], workers: list[Any]) -> None:
+        super().remove_workers(ranks, workers)
 
 
 def _owner_alive(owner: dict[str, Any]) -> bool:
@@ -82,33 +100,40 @@ class _Remote:
         self._actor, self._name, self._timeout_s = actor, name, timeout_s
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """One call. While Ray restarts the actor it is tried again: every method may be repeated."""
         timeout = self._timeout_s if timeout_s is None else timeout_s
-        try:
-            return ray.get(getattr(self._actor, method).remote(*args), timeout=timeout)
-        except ray.exceptions.GetTimeoutError as error:
-            raise TransferTimeout(
-                f"controller {self._name!r} did not answer {method!r} within {timeout:g} s",
-                cause=error,
-            ) from error
-        except Exception as error:
-            if is_lost(error):
-                raise ControllerClosed(
-                    f"controller {self._name!r} is gone: {type(error).__name__}", cause=error
+        deadline = time.monotonic() + timeout
+        while True:
+            left = max(0.01, deadline - time.monotonic())
+            try:
+                return ray.get(getattr(self._actor, method).remote(*args), timeout=left)
+            except ray.exceptions.GetTimeoutError as error:
+                raise TransferTimeout(
+                    f"controller {self._name!r} did not answer {method!r} within {timeout:g} s",
+                    cause=error,
                 ) from error
-            raise mapped_error(error, None) from error
+            except Exception as error:
+                if not is_lost(error):
+                    raise mapped_error(error, None) from error
+                restarting = isinstance(error, ray.exceptions.ActorUnavailableError)
+                if not restarting or time.monotonic() > deadline:
+                    raise ControllerClosed(
+                        f"controller {self._name!r} is gone: {type(error).__name__}", cause=error
+                    ) from error
+                time.sleep(0.1)
 
     def begin(self, request: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = self.call("begin", request)
         return answer
 
-    def renew(self, round_id: int) -> None:
-        self.call("renew", round_id, timeout_s=5.0)
+    def renew(self, claim: dict[str, Any]) -> None:
+        self.call("renew", claim, timeout_s=5.0)
 
-    def commit(self, round_id: int, version: int) -> None:
-        self.call("commit", round_id, version)
+    def commit(self, claim: dict[str, Any]) -> None:
+        self.call("commit", claim)
 
-    def settle(self, round_id: int, rows: list[dict[str, Any]]) -> None:
-        self.call("settle", round_id, rows)
+    def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+        self.call("settle", claim, rows)
 
 
 _senders: dict[str, Sender] = {}
@@ -200,13 +225,22 @@ class Controller:
                     "same_request", workers, config
                 )
                 return
-        actor_class = ray.remote(concurrency_groups={"status": 4})(_CoordinatorActor)
-        options: dict[str, Any] = {"name": self._name, "namespace": NAMESPACE, "num_cpus": 0}
+        actor_class = ray.remote(concurrency_groups=_GROUPS)(_CoordinatorActor)
+        options: dict[str, Any] = {
+            "name": self._name,
+            "namespace": NAMESPACE,
+            "num_cpus": 0,
+            "max_restarts": -1,
+        }
         if detached:
             options["lifetime"] = "detached"
         try:
             self._actor = actor_class.options(**options).remote(
-                self._name, workers, self._config, pickle.dumps(self._entries)
+                self._name,
+                workers,
+                self._config,
+                pickle.dumps(self._entries),
+                uuid.uuid4().hex[:16],
             )
             self._remote().call("open")
         except BaseException as error:

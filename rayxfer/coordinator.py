@@ -1,7 +1,8 @@
 """The controller actor's plain class: membership, rounds, versions. No tensor passes through it.
 
 It grants one round at a time, records commits, and keeps who is a member. Senders talk to workers
-directly; they come here to begin, to renew their lease, to record and to settle.
+directly; they come here to begin, to renew their lease, to record and to settle. What it knows can be
+rebuilt from the workers (`recover`), each of which stores its controller, the roster and its version.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rayxfer.catchup import can_donate
+from rayxfer.channel import SLICE_S
 from rayxfer.client import WorkerClient, client_for, outcome
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
@@ -22,10 +26,12 @@ from rayxfer.errors import (
     ControllerClosed,
     RayxferError,
     StateError,
+    TransferError,
     TransferTimeout,
     WorkerLost,
 )
 from rayxfer.report import Status, WorkerState, WorkerStatus
+from rayxfer.topology import process_gone
 
 __all__ = ["Coordinator"]
 
@@ -44,7 +50,9 @@ class _Member:
     version: int = 0
     incarnation: str = ""
     facts: dict[str, Any] | None = None
+    about: dict[str, Any] = field(default_factory=dict)
     error: RayxferError | None = None
+    leaving: bool = False
 
 
 @dataclass
@@ -54,6 +62,7 @@ class _Open:
     round_id: int
     version: int
     renewed: float
+    process: dict[str, Any]
     committed: bool = False
 
 
@@ -65,6 +74,7 @@ class Coordinator:
         workers: handles (or clients), in rank order.
         config: the user's settings.
         entries: what senders need to ship engines; relayed as bytes, never unpickled here.
+        controller_id: identifies this controller through restarts; default random.
         owner_alive: tells whether the controller of an owner record (name, controller_id) lives;
             a worker whose owner is dead may be taken over.
     """
@@ -75,27 +85,28 @@ class Coordinator:
         workers: list[Any],
         config: WeightTransferConfig,
         entries: bytes = b"",
+        controller_id: str | None = None,
         owner_alive: Callable[[dict[str, Any]], bool] = lambda owner: True,
     ) -> None:
         self._name = name
         self._config = config
         self._entries = entries
         self._owner_alive = owner_alive
-        self._controller_id = secrets.token_hex(8)
+        self._controller_id = controller_id or secrets.token_hex(8)
+        self._epoch = 1
         self._lock = threading.RLock()
         self._members: dict[int, _Member] = {}
         self._next_rank = 0
         self._version = 0
         self._next_round = 1
         self._open: _Open | None = None
+        self._recovered = False
         self._closed = False
         self._roster = ""
-        self._requested = {
-            "workers": [self._key(worker) for worker in workers],
-            "config": config,
-        }
+        self._survey: dict[int, Future[dict[str, Any]]] = {}
+        self._requested = [self._key(worker) for worker in workers]
         for index, worker in enumerate(workers):
-            self._add(worker, config.backend_of(index))
+            self._add(self._next_rank, worker, config.backend_of(index))
 
     # ---- membership -----------------------------------------------------------------------------
 
@@ -104,100 +115,163 @@ class Coordinator:
         actor_id = getattr(worker, "_actor_id", None)
         return str(id(worker)) if actor_id is None else str(actor_id.hex())
 
-    def _add(self, worker: Any, backend: str) -> _Member:
+    def _add(self, rank: int, worker: Any, backend: str) -> _Member:
         client = client_for(worker)
         client.check()
         if any(self._key(m.handle) == self._key(worker) for m in self._members.values()):
-            raise ConfigError(
-                f"worker {self._next_rank} is already a member: a worker has one rank"
-            )
-        member = _Member(self._next_rank, worker, client, backend, backend)
-        self._members[member.rank] = member
-        self._next_rank += 1
-        self._roster = secrets.token_hex(4)
+            raise ConfigError(f"worker {rank} is already a member: a worker has one rank")
+        member = _Member(rank, worker, client, backend, backend)
+        self._members[rank] = member
+        self._next_rank = max(self._next_rank, rank + 1)
+        self._touch_roster()
         return member
 
+    def _touch_roster(self) -> None:
+        self._roster = secrets.token_hex(4)
+
+    def _owner_record(self) -> dict[str, Any]:
+        """What every worker stores: enough to rebuild this controller from any of them."""
+        return {
+            "name": self._name,
+            "controller_id": self._controller_id,
+            "epoch": self._epoch,
+            "version": self._version,
+            "roster": [
+                {"rank": m.rank, "handle": m.handle, "backend": m.requested}
+                for m in self._members.values()
+                if not m.leaving
+            ],
+        }
+
     def open(self) -> None:
-        """Reach every member and become its controller.
+        """Reach every member and become its controller. The highest version that any of them holds
+        is the committed one; those that do not hold it catch up from one that does.
 
         Raises:
             ConfigError: one is no inference worker, or belongs to a live controller.
+            BackendUnavailable: one cannot run the backend asked for.
             TransferTimeout, WorkerLost: one does not answer within connect_timeout_s.
         """
         with self._lock:
             members = list(self._members.values())
-        for error in self._welcome(members, self._config.connect_timeout_s).values():
-            raise error
+            for error in self._welcome(members, self._config.connect_timeout_s).values():
+                raise error
+            self._version = max(
+                [self._version, *(m.version for m in members if m.state == WorkerState.READY)]
+            )
+            self._catch_up(members)
+
+    def recover(self) -> None:
+        """After a restart: rebuild members, version and round ids from the workers. Never raises for
+        workers that are gone: they are LOST."""
+        with self._lock:
+            self._recovered = True
+            seen: set[int] = set()
+            while todo := [m for m in self._members.values() if m.rank not in seen]:
+                seen |= {m.rank for m in todo}
+                for answer in self._ask_all(todo, "describe", {}, _REJOIN_TIMEOUT_S).values():
+                    owner = None if isinstance(answer, RayxferError) else answer["owner"]
+                    if owner is None or owner["controller_id"] != self._controller_id:
+                        continue
+                    assert isinstance(answer, dict)
+                    self._epoch = max(self._epoch, owner["epoch"] + 1)
+                    self._version = max(self._version, owner["version"])
+                    self._next_round = max(self._next_round, answer["last_round"] + 1)
+                    if answer["state"] == WorkerState.READY:
+                        self._version = max(self._version, answer["version"])
+                    for entry in owner["roster"]:
+                        if all(
+                            self._key(m.handle) != self._key(entry["handle"])
+                            for m in self._members.values()
+                        ):
+                            self._add(entry["rank"], entry["handle"], entry["backend"])
+            self._welcome(list(self._members.values()), _REJOIN_TIMEOUT_S)
+
+    def _ask_all(
+        self, members: Iterable[_Member], op: str, message: dict[str, Any], timeout_s: float
+    ) -> dict[int, dict[str, Any] | RayxferError]:
+        """One urgent message to each, all at once; an answer or an error for each."""
+        chosen = list(members)
+        futures = {m.rank: m.client.signal(op, {**message, "backend": m.requested}) for m in chosen}
+        if futures:
+            wait_futures(futures.values(), timeout=timeout_s)
+        answers: dict[int, dict[str, Any] | RayxferError] = {}
+        for member in chosen:
+            future = futures[member.rank]
+            if future.done():
+                answers[member.rank] = outcome(future, member.rank)
+            else:
+                answers[member.rank] = TransferTimeout(
+                    f"worker {member.rank} did not answer {op!r} within {timeout_s:g} s",
+                    phase="connect",
+                    worker=member.rank,
+                )
+        return answers
 
     def _welcome(self, members: list[_Member], timeout_s: float) -> dict[int, RayxferError]:
         """Describe and attach members, all at once. Those that fail are LOST, with the reason."""
-        owner = {"name": self._name, "controller_id": self._controller_id}
         deadline = time.monotonic() + timeout_s
         errors: dict[int, RayxferError] = {}
-        dead: dict[int, str] = {}
-        for op in ("describe", "attach"):
-            todo = [m for m in members if m.rank not in errors]
-            futures = {
-                m.rank: m.client.signal(
-                    op,
-                    {
-                        "owner": {**owner, "rank": m.rank},
-                        "replace": dead.get(m.rank),
-                        "backend": m.requested,
-                    },
-                )
-                for m in todo
-            }
-            if futures:
-                wait_futures(futures.values(), timeout=max(0.0, deadline - time.monotonic()))
-            for member in todo:
-                future = futures[member.rank]
-                answer: dict[str, Any] | RayxferError
-                if future.done():
-                    answer = outcome(future, member.rank)
-                else:
-                    answer = TransferTimeout(
-                        f"worker {member.rank} did not answer {op!r} within {timeout_s:g} s",
-                        phase="connect",
-                        worker=member.rank,
-                    )
+
+        def hear(answers: dict[int, dict[str, Any] | RayxferError]) -> None:
+            for rank, answer in answers.items():
+                member = self._members[rank]
                 if isinstance(answer, RayxferError):
-                    errors[member.rank] = _not_a_worker(answer, member.rank)
-                    member.state, member.error = WorkerState.LOST, errors[member.rank]
-                    continue
-                self._learn(member, answer)
-                previous = answer.get("owner")
-                if previous is None or previous["controller_id"] == self._controller_id:
-                    continue
-                if not self._owner_alive(previous):
-                    dead[member.rank] = previous["controller_id"]
+                    errors[rank] = _not_a_worker(answer, rank)
+                    member.state, member.error = WorkerState.LOST, errors[rank]
+                else:
+                    member.about |= answer
+                    self._learn(member, answer)
+
+        def left_s() -> float:
+            return max(0.05, deadline - time.monotonic())
+
+        hear(self._ask_all(members, "describe", {}, left_s()))
+        by_owner: dict[str | None, list[_Member]] = {}
+        for member in members:
+            if member.rank not in errors:
+                by_owner.setdefault(self._dead_owner(member), []).append(member)
+        for replace, group in by_owner.items():
+            message = {"owner": self._owner_record(), "replace": replace}
+            hear(self._ask_all(group, "attach", message, left_s()))
         return errors
 
+    def _dead_owner(self, member: _Member) -> str | None:
+        """The id of the controller that this worker belonged to, if that one is gone."""
+        owner = member.about.get("owner")
+        if owner is None or owner["controller_id"] == self._controller_id:
+            return None
+        return None if self._owner_alive(owner) else str(owner["controller_id"])
+
     def _learn(self, member: _Member, answer: dict[str, Any]) -> None:
-        with self._lock:
-            if answer["incarnation"] != member.incarnation:
-                member.incarnation = answer["incarnation"]
-                self._roster = secrets.token_hex(4)
-            member.facts = answer.get("facts", member.facts)
-            member.version = int(answer["version"])
-            member.error = None
-            state = WorkerState(answer["state"])
-            behind = state == WorkerState.READY and member.version != self._version
-            member.state = WorkerState.CONNECTING if behind else state
+        if answer["incarnation"] != member.incarnation:
+            member.incarnation = answer["incarnation"]
+            self._touch_roster()
+        member.facts = answer.get("facts", member.facts)
+        member.version = int(answer["version"])
+        member.error = None
+        member.state = self._judge(WorkerState(answer["state"]), member.version)
+
+    def _judge(self, state: WorkerState, version: int) -> WorkerState:
+        """A worker that is READY with another version than the fleet's is not ready for the fleet."""
+        behind = state == WorkerState.READY and version != self._version
+        return WorkerState.CONNECTING if behind else state
 
     def add_workers(self, workers: list[Any], backends: list[str]) -> list[int]:
-        """New members, at the next ranks. They hold the committed version after the next sync.
+        """New members, at the next ranks. They catch up from a peer where one can give the version;
+        else they are CONNECTING until the next sync. Waits for a round under way to end.
 
         Raises:
-            ControllerBusy: a round is under way. ConfigError, WorkerLost, TransferTimeout: one of
-                them cannot join; then none does.
+            ControllerBusy: the round did not end within connect_timeout_s. ConfigError, WorkerLost,
+                TransferTimeout: one of them cannot join; then none does.
         """
+        self._wait_idle()
         with self._lock:
             self._check_idle()
-            added = []
+            added: list[_Member] = []
             try:
                 for worker, backend in zip(workers, backends, strict=True):
-                    added.append(self._add(worker, backend))
+                    added.append(self._add(self._next_rank, worker, backend))
                 errors = self._welcome(added, self._config.connect_timeout_s)
                 if errors:
                     raise next(iter(errors.values()))
@@ -205,35 +279,132 @@ class Coordinator:
                 for member in added:
                     self._drop(member)
                 raise
+            self._catch_up(added)
+            self._share_roster()
             return [member.rank for member in added]
 
+    def _wait_idle(self) -> None:
+        deadline = time.monotonic() + self._config.connect_timeout_s
+        while self._open is not None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            self.tick()
+
     def remove_workers(self, ranks: list[int], workers: list[Any]) -> None:
-        """Members no more: they keep the weights they hold. Unknown ranks are errors.
+        """Members no more: they keep the weights they hold. During a round they finish it first.
 
         Raises:
-            ControllerBusy: a round is under way. ConfigError: no such member.
+            ConfigError: no such member; then none is removed.
         """
         with self._lock:
-            self._check_idle()
+            if self._closed:
+                raise ControllerClosed(f"controller {self._name!r} was shut down")
             chosen: dict[int, _Member] = {}
             for rank in ranks:
                 if rank not in self._members:
                     raise ConfigError(f"no worker {rank}: members are {sorted(self._members)}")
                 chosen[rank] = self._members[rank]
             for worker in workers:
-                found = [
-                    m for m in self._members.values() if self._key(m.handle) == self._key(worker)
-                ]
+                key = self._key(worker)
+                found = [m for m in self._members.values() if self._key(m.handle) == key]
                 if not found:
                     raise ConfigError(f"{worker!r} is not a member")
                 chosen[found[0].rank] = found[0]
             for member in chosen.values():
-                self._drop(member)
+                member.leaving = True
+            if self._open is None:
+                self._drop_leaving()
+
+    def _drop_leaving(self) -> None:
+        leaving = [m for m in self._members.values() if m.leaving]
+        for member in leaving:
+            self._drop(member)
+        if leaving:
+            self._share_roster()
 
     def _drop(self, member: _Member) -> None:
         del self._members[member.rank]
-        self._roster = secrets.token_hex(4)
+        self._touch_roster()
         member.client.signal("detach", {"controller_id": self._controller_id})
+
+    def _share_roster(self) -> None:
+        """Let every member store the new roster; not waited for."""
+        message = {"owner": self._owner_record()}
+        for member in self._members.values():
+            member.client.signal("attach", message)
+
+    # ---- catching up without the trainer ----------------------------------------------------------
+
+    def _catch_up(self, members: Iterable[_Member]) -> None:
+        """Bring members to the committed version from a peer that holds it, where one can."""
+        for member in members:
+            if member.state not in (WorkerState.CONNECTING, WorkerState.TORN):
+                continue
+            if self._version == 0:
+                member.error = None
+                continue
+            peers = [
+                m
+                for m in self._members.values()
+                if m is not member and m.state == WorkerState.READY and m.version == self._version
+            ]
+            able = [peer for peer in peers if can_donate(peer.about, member.about)]
+            if not able:
+                why = (
+                    "no other worker holds it"
+                    if not peers
+                    else "its model differs from every worker that holds it"
+                )
+                member.error = StateError(
+                    f"worker {member.rank} does not hold version {self._version} yet, and {why}: the "
+                    "next sync brings it"
+                )
+                continue
+            for peer in able:
+                member.error = self._donate(peer, member)
+                if member.error is None:
+                    break
+
+    def _donate(self, peer: _Member, member: _Member) -> RayxferError | None:
+        round_id = self._next_round
+        self._next_round += 1
+        message = {
+            "controller_id": self._controller_id,
+            "round_id": round_id,
+            "version": self._version,
+            "owner": self._owner_record(),
+            "config": self._config,
+            "raw": peer.about["fingerprint"] == member.about["fingerprint"],
+            "newcomer": {
+                "rank": member.rank,
+                "handle": member.handle,
+                "facts": member.facts,
+                "incarnation": member.incarnation,
+            },
+            "wait_s": SLICE_S,
+        }
+        deadline = time.monotonic() + self._config.connect_timeout_s + self._config.sync_timeout_s
+        while True:
+            future = peer.client.call("donate", message)
+            wait_futures([future], timeout=SLICE_S + self._config.stall_timeout_s)
+            if not future.done() or time.monotonic() > deadline:
+                return TransferTimeout(
+                    f"worker {peer.rank} did not bring worker {member.rank} to version "
+                    f"{self._version} in time",
+                    phase="connect",
+                    worker=peer.rank,
+                )
+            answer = outcome(future, peer.rank)
+            if isinstance(answer, RayxferError):
+                return TransferError(
+                    f"worker {member.rank} could not catch up from worker {peer.rank}: {answer}",
+                    phase="connect",
+                    worker=member.rank,
+                    cause=answer,
+                )
+            if answer["done"]:
+                break
+        errors = self._welcome([member], _REJOIN_TIMEOUT_S)
+        return errors.get(member.rank)
 
     # ---- rounds ---------------------------------------------------------------------------------
 
@@ -241,43 +412,41 @@ class Coordinator:
         """Grant a round: its id, its version, and the members (only if the caller's are stale).
 
         Raises:
-            ControllerBusy: another round is under way and its trainer's lease is fresh.
+            ControllerBusy: another round is under way and its trainer is alive.
             StateError: the version is not above the committed one.
             ControllerClosed: after shutdown.
         """
         with self._lock:
+            if self._open is not None and self._open.process == request["process"]:
+                self._expire(
+                    self._open
+                )  # its reply was lost with a controller, or it was cut short
             self._check_idle()
             version = self._version + 1 if request["version"] is None else request["version"]
             if isinstance(version, bool) or not isinstance(version, int):
                 raise ConfigError(f"version={version!r}: expected an int")
             if version <= self._version:
                 raise StateError(
-                    f"version {version} is not above the committed version {self._version}: versions "
-                    "only go up"
+                    f"version {version} is not above the committed version {self._version}: "
+                    "versions only go up"
                 )
-            self._open = opened = _Open(self._next_round, version, time.monotonic())
-            self._next_round += 1
             members = list(self._members.values())
-        try:
             away = [m for m in members if m.state == WorkerState.LOST or m.facts is None]
             lost = self._welcome(away, min(_REJOIN_TIMEOUT_S, self._config.connect_timeout_s))
-        except BaseException:
-            self._open = None
-            raise
-        with self._lock:
-            opened.renewed = time.monotonic()
+            self._open = _Open(self._next_round, version, time.monotonic(), request["process"])
+            self._next_round += 1
             grant: dict[str, Any] = {
-                "round_id": opened.round_id,
+                "round_id": self._open.round_id,
                 "version": version,
                 "versions": {m.rank: m.version for m in members},
-                "lost": lost,
+                "lost": {m.rank: lost[m.rank] for m in members if m.rank in lost},
                 "members": None,
             }
             if request["roster"] != self._roster:
                 grant |= {
                     "roster": self._roster,
                     "config": self._config,
-                    "owner": {"name": self._name, "controller_id": self._controller_id},
+                    "owner": self._owner_record(),
                     "members": [
                         {
                             "rank": m.rank,
@@ -306,44 +475,60 @@ class Coordinator:
         """What the creator registered, as it was given."""
         return self._entries
 
-    def renew(self, round_id: int) -> None:
+    def renew(self, claim: dict[str, Any]) -> None:
         """The trainer of this round is alive."""
         with self._lock:
-            self._current(round_id).renewed = time.monotonic()
+            self._current(claim).renewed = time.monotonic()
 
-    def commit(self, round_id: int, version: int) -> None:
-        """The commit point: from here on `version` is the fleet's version."""
+    def commit(self, claim: dict[str, Any]) -> None:
+        """The commit point: from here on the round's version is the fleet's. Safe to repeat.
+
+        Raises:
+            StateError: the round is not open (any more), so nothing may be committed.
+        """
         with self._lock:
-            opened = self._current(round_id)
-            if version != opened.version:
+            opened = self._current(claim)
+            if claim["version"] != opened.version:
                 raise StateError(
-                    f"round {round_id} is about version {opened.version}, not {version}"
+                    f"round {opened.round_id} is about version {opened.version}, not "
+                    f"{claim['version']}"
                 )
-            self._version, opened.committed = version, True
+            self._version, opened.committed = opened.version, True
 
-    def settle(self, round_id: int, rows: list[dict[str, Any]]) -> None:
+    def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """The round is over: what became of each worker."""
         with self._lock:
-            self._current(round_id)
+            self._current(claim)
             self._open = None
             for row in rows:
                 member = self._members.get(row["rank"])
                 if member is None:
                     continue
-                member.state = WorkerState(row["state"])
                 member.version, member.backend = row["version"], row["backend"]
                 member.error = row["error"]
-                if row["incarnation"] and row["incarnation"] != member.incarnation:
+                if row["incarnation"] != member.incarnation:
                     member.incarnation = row["incarnation"]
-                if member.state == WorkerState.READY and member.version != self._version:
-                    member.state = WorkerState.CONNECTING
+                    self._touch_roster()
+                member.state = self._judge(WorkerState(row["state"]), member.version)
+                if not row["partial"]:
+                    member.about["exact"] = not row["casts"]
+            self._drop_leaving()
 
-    def _current(self, round_id: int) -> _Open:
-        if self._open is None or self._open.round_id != round_id:
-            raise StateError(
-                f"round {round_id} is over: another trainer or the controller ended it"
+    def _current(self, claim: dict[str, Any]) -> _Open:
+        opened = self._open
+        if opened is not None and opened.round_id == claim["round_id"]:
+            return opened
+        adoptable = opened is None and self._recovered and claim["version"] > self._version
+        if adoptable and claim["round_id"] >= self._next_round - 1 and not self._closed:
+            # granted before this controller was restarted: the trainer goes on with it
+            self._open = _Open(
+                claim["round_id"], claim["version"], time.monotonic(), claim["process"]
             )
-        return self._open
+            self._next_round = max(self._next_round, claim["round_id"] + 1)
+            return self._open
+        raise StateError(
+            f"round {claim['round_id']} is over: another trainer or the controller ended it"
+        )
 
     def _check_idle(self) -> None:
         if self._closed:
@@ -351,43 +536,91 @@ class Coordinator:
         opened = self._open
         if opened is None:
             return
-        if time.monotonic() - opened.renewed <= self._config.stall_timeout_s:
+        if not self._lapsed(opened):
             raise ControllerBusy(
                 f"controller {self._name!r} is busy with round {opened.round_id} (version "
                 f"{opened.version}): one round at a time"
             )
         self._expire(opened)
 
+    def _lapsed(self, opened: _Open) -> bool:
+        """The round's trainer is gone: its process ended on this machine, or its lease ran out."""
+        idle = time.monotonic() - opened.renewed
+        return idle > self._config.stall_timeout_s or process_gone(opened.process)
+
     def _expire(self, opened: _Open) -> None:
-        """The trainer's lease ran out: free its workers; the round is over."""
+        """The trainer is gone: free its workers. A committed round is completed, another aborted."""
         self._open = None
+        timeout = self._config.stall_timeout_s
         message = {
             "controller_id": self._controller_id,
             "round_id": opened.round_id,
-            "timeout_s": self._config.stall_timeout_s,
+            "timeout_s": timeout,
+            "wait_s": timeout,
         }
-        futures = {m.rank: m.client.signal("abort", message) for m in self._members.values()}
-        wait_futures(futures.values(), timeout=self._config.stall_timeout_s + 1.0)
-        for member in self._members.values():
-            future = futures[member.rank]
-            answer = outcome(future, member.rank) if future.done() else None
-            if isinstance(answer, dict):
-                self._learn(member, answer)
+        op = "commit" if opened.committed else "abort"
+        members = list(self._members.values())
+        answers = self._ask_all(members, op, message, timeout + 1.0)
+        for member in members:
+            answer = answers[member.rank]
+            if isinstance(answer, StateError):  # it was not in this round, or not that far
+                answer = self._ask_all([member], "abort", message, timeout + 1.0)[member.rank]
+            if isinstance(answer, RayxferError):
+                member.state, member.error = WorkerState.LOST, answer
             else:
-                member.state = WorkerState.LOST
-                member.error = answer or WorkerLost(f"worker {member.rank} does not answer")
+                self._learn_again(member)
+        self._drop_leaving()
+
+    def _learn_again(self, member: _Member) -> None:
+        answer = self._ask_all([member], "snapshot", {}, _REJOIN_TIMEOUT_S)[member.rank]
+        if isinstance(answer, RayxferError):
+            member.state, member.error = WorkerState.LOST, answer
+        else:
+            self._learn(member, answer)
 
     def tick(self) -> None:
-        """Called about once a second: ends a round whose trainer is gone."""
-        with self._lock:
-            opened = self._open
-            if opened and time.monotonic() - opened.renewed > self._config.stall_timeout_s:
-                self._expire(opened)
+        """Called about once a second: ends a round whose trainer is gone, and looks after members
+        that died, came back, or have to catch up."""
+        if not self._lock.acquire(timeout=0.01):
+            return
+        try:
+            if self._closed:
+                return
+            if self._open is not None and self._lapsed(self._open):
+                self._expire(self._open)
+            if self._open is None:
+                self._look_around()
+        finally:
+            self._lock.release()
+
+    def _look_around(self) -> None:
+        """Without waiting: judge the answers to the last tick's question, and ask again."""
+        back: list[_Member] = []
+        for rank, future in list(self._survey.items()):
+            if not future.done():
+                continue
+            del self._survey[rank]
+            member = self._members.get(rank)
+            if member is None:
+                continue
+            answer = outcome(future, rank)
+            if isinstance(answer, WorkerLost):
+                member.state, member.error = WorkerState.LOST, answer
+            elif isinstance(answer, dict):
+                renewed = answer["incarnation"] != member.incarnation
+                if renewed or answer["controller"] is None or member.state == WorkerState.LOST:
+                    back.append(member)
+        if back:
+            self._welcome(back, _REJOIN_TIMEOUT_S)
+            self._catch_up(back)
+        for rank, member in self._members.items():
+            if rank not in self._survey:
+                self._survey[rank] = member.client.signal("snapshot", {})
 
     # ---- the rest -------------------------------------------------------------------------------
 
     def status(self) -> Status:
-        """The committed version, and every member as last seen."""
+        """The committed version, and every member as last seen. Waits for nothing."""
         return Status(
             version=self._version,
             workers=tuple(
@@ -404,13 +637,11 @@ class Coordinator:
         Raises:
             ConfigError: naming the difference.
         """
-        if workers is not None:
-            keys = [self._key(worker) for worker in workers]
-            if keys != self._requested["workers"]:
-                raise ConfigError(
-                    f"controller {self._name!r} is running with other workers: attach with the name "
-                    "alone, or choose another name"
-                )
+        if workers is not None and [self._key(worker) for worker in workers] != self._requested:
+            raise ConfigError(
+                f"controller {self._name!r} is running with other workers: attach with the name "
+                "alone, or choose another name"
+            )
         if config is not None and config != self._config:
             raise ConfigError(f"controller {self._name!r} is running with another config")
 

@@ -52,7 +52,14 @@ class EngineEntry:
                 ) from error
             import cloudpickle
 
-            engine_cls = cloudpickle.loads(self.by_value)
+            try:
+                engine_cls = cloudpickle.loads(self.by_value)
+            except Exception as inner:
+                raise UnknownBackend(
+                    f"backend {self.name!r} was shipped by value, and its class cannot be rebuilt "
+                    f"here: {type(inner).__name__}: {inner}",
+                    cause=inner,
+                ) from inner
         return _check_class(self.name, engine_cls)
 
 
@@ -93,6 +100,10 @@ class WeightTransferEngineFactory:
                     f"backend {name!r}: class_name is required with the module path "
                     f"{module_path_or_cls!r}"
                 )
+            if not all(part.isidentifier() for part in module_path_or_cls.split(".")):
+                raise ConfigError(
+                    f"backend {name!r}: {module_path_or_cls!r} is no absolute module path"
+                )
             cls._lazy[name] = (module_path_or_cls, class_name)
         else:
             cls._direct[name] = _check_class(name, module_path_or_cls)
@@ -116,8 +127,7 @@ class WeightTransferEngineFactory:
         if name not in cls._lazy:
             for point in _entry_points():
                 if point.name == name:
-                    module, _, attribute = point.value.partition(":")
-                    cls._lazy[name] = (module, attribute)
+                    cls._lazy[name] = (point.module, point.attr or "")
         if name not in cls._lazy:
             raise UnknownBackend(
                 f"unknown backend {name!r}: registered are {', '.join(cls.registered())}"
@@ -130,14 +140,33 @@ class WeightTransferEngineFactory:
 
         A class goes by reference, and by value as well (unless it is rayxfer's own): its module may
         be one that only this process's `sys.path` reaches.
+
+        Raises:
+            UnknownBackend: as `get_engine_class`.
+            ConfigError: a class that can go by neither way; the cause says why.
         """
         engine_cls = cls.get_engine_class(name)
         if name in cls._lazy:
             return EngineEntry(name, *cls._lazy[name])
-        qualname = engine_cls.__qualname__
-        by_name = "" if "<locals>" in qualname or "." in qualname else qualname
-        module = engine_cls.__module__ if engine_cls.__module__ != "__main__" else "<by value>"
-        return EngineEntry(name, module if by_name else "<by value>", by_name, _pickle(engine_cls))
+        module, qualname = engine_cls.__module__, engine_cls.__qualname__
+        by_name = module != "__main__" and (
+            getattr(sys.modules.get(module), qualname, None) is engine_cls
+        )
+        if by_name and module.partition(".")[0] == "rayxfer":
+            return EngineEntry(name, module, qualname)
+        try:
+            value = _pickle(engine_cls)
+        except Exception as error:  # whatever a user's module holds: the reference may still do
+            if not by_name:
+                raise ConfigError(
+                    f"backend {name!r}: {module}.{qualname} can be sent to a worker neither by name "
+                    f"nor by value: {type(error).__name__}: {error}",
+                    cause=error,
+                ) from error
+            value = None
+        if by_name:
+            return EngineEntry(name, module, qualname, value)
+        return EngineEntry(name, "<by value>", "", value)
 
     @classmethod
     def create_engine(
@@ -167,8 +196,8 @@ def _entry_points() -> tuple[importlib.metadata.EntryPoint, ...]:
     return tuple(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
 
 
-def _pickle(engine_cls: EngineClass) -> bytes | None:
-    """The class by value. None if something that its module holds cannot be pickled."""
+def _pickle(engine_cls: EngineClass) -> bytes:
+    """The class by value. Raises whatever something that its module holds raises."""
     import cloudpickle
 
     module = sys.modules.get(engine_cls.__module__)
@@ -178,8 +207,6 @@ def _pickle(engine_cls: EngineClass) -> bytes | None:
         cloudpickle.register_pickle_by_value(module)
     try:
         return bytes(cloudpickle.dumps(engine_cls))
-    except Exception:  # whatever a user's module holds: the reference may still do
-        return None
     finally:
         if by_reference and not already:
             cloudpickle.unregister_pickle_by_value(module)

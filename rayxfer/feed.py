@@ -12,6 +12,9 @@ from rayxfer.errors import RayxferError
 
 __all__ = ["Feed"]
 
+_SLICE_S = 1.0
+"""Waits end by `abort` or `close`; they look again this often all the same."""
+
 Batch = list[tuple[str, torch.Tensor]]
 
 
@@ -55,7 +58,7 @@ class Feed:
         while not ready() and not self._finished:
             if self._error is not None:
                 raise self._error
-            self._changed.wait()
+            self._changed.wait(_SLICE_S)
         if self._error is not None:
             raise self._error
 
@@ -84,14 +87,13 @@ class Feed:
     def __next__(self) -> tuple[str, torch.Tensor]:
         if self._error is not None:
             raise self._error
-        item = next(self._local, None)
-        if item is None:
-            item = self._next_batch()
+        while (item := next(self._local, None)) is None:
+            self._local = iter(self._next_batch())
         self.last_name = item[0]
         self.handed += 1
         return item
 
-    def _next_batch(self) -> tuple[str, torch.Tensor]:
+    def _next_batch(self) -> Batch:
         with self._changed:
             self._local = iter(())
             while True:
@@ -99,11 +101,11 @@ class Feed:
                     raise self._error
                 if self._batches:
                     self.starved = False
-                    self._local = iter(self._batches.popleft())
+                    batch = self._batches.popleft()
                     self._changed.notify_all()
-                    return next(self._local)
+                    return batch
                 if self._closed:
                     raise StopIteration
                 self.starved = True
                 self._changed.notify_all()
-                self._changed.wait()
+                self._changed.wait(_SLICE_S)

@@ -7,19 +7,27 @@ own `load_weights`, or a user's function: it sees names, not effects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rayxfer.digest import digest, digest_many
-from rayxfer.errors import ContractError
+from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, dtype_name
 from rayxfer.packing import as_bytes
 from rayxfer.source import FLOATS, Rename, apply_rename, named_tensors, tie_key
 
-__all__ = ["FuseRule", "ModuleLoader", "OpaqueLoader", "Preflight", "WeightLoader"]
+__all__ = [
+    "FuseRule",
+    "ModuleLoader",
+    "OpaqueLoader",
+    "Preflight",
+    "StagedLoader",
+    "WeightLoader",
+]
 
 
 @dataclass
@@ -51,6 +59,9 @@ class FuseRule:
     along `dim` in the order given; with `stack=True` the single part pattern holds "{}", which
     counts 0, 1, 2, … along a new leading dimension (experts).
 
+    Raises:
+        ConfigError: no parts, or `stack` with anything but one part pattern that holds "{}".
+
     Example:
         FuseRule("*.qkv_proj.weight", ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"))
         FuseRule("*.experts.w1", ("*.experts.{}.w1.weight",), stack=True)
@@ -61,8 +72,21 @@ class FuseRule:
     dim: int = 0
     stack: bool = False
 
+    def __post_init__(self) -> None:
+        if self.stack and (len(self.parts) != 1 or "{}" not in self.parts[0]):
+            raise ConfigError(
+                f"fuse rule for {self.target!r}: stack=True takes one part with '{{}}' in it, not "
+                f"{self.parts!r}"
+            )
+        if isinstance(self.parts, str) or not self.parts:
+            raise ConfigError(f"fuse rule for {self.target!r}: {self.parts!r} is no tuple of parts")
+
     def parts_of(self, target_name: str, target: torch.Tensor) -> list[str] | None:
-        """Names of the parts of a parameter, or None where the rule does not fit its name."""
+        """Names of the parts of a parameter, or None where the rule does not fit its name or has
+        a `dim` that it lacks."""
+        dim = 0 if self.stack else self.dim
+        if not -target.dim() <= dim < target.dim():
+            return None
         prefix, star, suffix = self.target.partition("*")
         if not star:
             if target_name != self.target:
@@ -91,6 +115,7 @@ class WeightLoader:
 
     copies_only = False
     one_to_one = False
+    seen: dict[str, frozenset[str]] = {}  # noqa: RUF012 - what this round taught, if anything
 
     def preflight(self, metadata: Sequence[ParamMeta], *, partial: bool) -> Preflight:
         """Compare an offer with the worker. Changes nothing."""
@@ -136,11 +161,12 @@ class WeightLoader:
 
 @dataclass
 class _Target:
-    """A place for one offered tensor: (part of) a parameter."""
+    """A place for one offered tensor: (part of) a parameter. `cut` finds the part in the whole."""
 
     name: str
     tensor: torch.Tensor
     cast: bool
+    cut: Callable[[torch.Tensor], torch.Tensor] = lambda whole: whole
     delivered: int | None = None
     expected: int | None = None
 
@@ -255,6 +281,7 @@ class ModuleLoader(WeightLoader):
         places: dict[str, tuple[int, str]],
         covered: set[Any],
     ) -> None:
+        whole = frozenset(covered)
         for target_name, offered in fused.items():
             target = live[target_name]
             rule, names = next(
@@ -271,33 +298,42 @@ class ModuleLoader(WeightLoader):
                 )
                 covered.add(keys[target_name])
                 continue
-            start = 0
+            if keys[target_name] in whole:
+                out.add(
+                    places[names[0]][1],
+                    f"duplicate name {places[names[0]][1]!r}: {target_name!r} is offered both whole "
+                    "and in parts",
+                )
+                continue
+            start, dim = 0, rule.dim % target.dim()
             for position, name in enumerate(names):
                 index, offered_name = places[name]
                 meta = offered[name]
+                cut: Callable[[torch.Tensor], torch.Tensor]
                 if rule.stack:
-                    place = target.select(0, position)
+                    cut = functools.partial(torch.select, dim=0, index=position)
                 else:
-                    size = meta.shape[rule.dim] if len(meta.shape) > rule.dim else 0
-                    if start + size > target.shape[rule.dim]:
+                    size = meta.shape[dim] if len(meta.shape) > dim else 0
+                    if start + size > target.shape[dim]:
                         out.add(
                             offered_name,
                             f"shape mismatch at {offered_name!r}: the parts of {target_name!r} "
-                            f"{list(target.shape)} add up to more than it along dim {rule.dim}",
+                            f"{list(target.shape)} add up to more than it along dim {dim}",
                         )
                         break
-                    place = target.narrow(rule.dim, start, size)
+                    cut = functools.partial(torch.narrow, dim=dim, start=start, length=size)
                     start += size
+                place = cut(target)
                 if self._compare(out, offered_name, meta, tuple(place.shape), target.dtype):
                     self._targets[index].append(
-                        _Target(target_name, place, meta.dtype != target.dtype)
+                        _Target(target_name, place, meta.dtype != target.dtype, cut)
                     )
             else:
-                if not rule.stack and start != target.shape[rule.dim]:
+                if not rule.stack and start != target.shape[dim]:
                     out.add(
                         names[-1],
                         f"shape mismatch at {target_name!r}: its parts {names} add up to {start} along "
-                        f"dim {rule.dim}, expected {target.shape[rule.dim]}",
+                        f"dim {dim}, expected {target.shape[dim]}",
                     )
             covered.add(keys[target_name])
 
@@ -337,15 +373,7 @@ class ModuleLoader(WeightLoader):
                 key = tie_key(base)
                 if key not in self._stage:
                     self._stage[key] = (base, torch.empty_like(base, requires_grad=False))
-                whole, copy = self._stage[key]
-                if place.tensor is not whole:
-                    place.tensor = copy.as_strided(
-                        place.tensor.shape,
-                        place.tensor.stride(),
-                        place.tensor.storage_offset() - whole.storage_offset(),
-                    )
-                else:
-                    place.tensor = copy
+                place.tensor = place.cut(self._stage[key][1])
 
     def landing(self, index: int) -> torch.Tensor | None:
         places = self._targets[index]
@@ -368,12 +396,11 @@ class ModuleLoader(WeightLoader):
         with mode:
             for index, tensor in items:
                 for place in self._targets[index]:
+                    # Not left to copy_: into strided memory it rounds a NaN to other bits.
+                    cast = tensor.to(place.tensor.dtype)
                     if place.cast and self._verify:
-                        cast = tensor.to(place.tensor.dtype)
                         place.delivered, place.expected = digest(tensor), digest(cast)
-                        place.tensor.copy_(cast)
-                    else:
-                        place.tensor.copy_(tensor)
+                    _write(place, cast)
                 self._written.add(index)
 
     def commit(self) -> None:
@@ -382,7 +409,7 @@ class ModuleLoader(WeightLoader):
         mode = torch.inference_mode() if self._inference else torch.no_grad()
         with mode:
             for whole, copy in self._stage.values():
-                whole.copy_(copy)
+                _compact(whole).copy_(_compact(copy, like=whole))
         self._stage = {}
 
     def discard(self) -> None:
@@ -424,12 +451,34 @@ class ModuleLoader(WeightLoader):
         return self._touched and not self._staged
 
 
+def _compact(tensor: torch.Tensor, *, like: torch.Tensor | None = None) -> torch.Tensor:
+    """One of each element that `like` (default: itself) repeats by a stride of 0, since an expanded
+    tensor cannot be written to."""
+    like = tensor if like is None else like
+    for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def _write(place: _Target, tensor: torch.Tensor) -> None:
+    target = _compact(place.tensor)
+    target.copy_(_compact(tensor, like=place.tensor))
+    if target is not place.tensor and digest(place.tensor) != digest(tensor):
+        raise ContractError(
+            f"{place.name!r} is an expanded tensor here: one element stands for several, and what "
+            "was offered differs between them",
+            name=place.name,
+        )
+
+
 class OpaqueLoader(WeightLoader):
     """Hands tensors to a function that does what it likes with them.
 
     Args:
         function: takes `list[(name, tensor)]`; returns the set of the worker's parameter names
-            that it wrote, or None if it does not say.
+            that it wrote, or None (or anything else: the result of `load_state_dict`, say) if it
+            does not say.
         module: the model, to know which parameters there are; None: unknown.
         learned: names of the last full sync → the targets that each was seen to write (empty
             before the first).
@@ -450,7 +499,7 @@ class OpaqueLoader(WeightLoader):
         self._says = True
         self._touched = False
         self._partial = False
-        self.seen: dict[str, frozenset[str]] = {}
+        self.seen = {}
 
     def preflight(self, metadata: Sequence[ParamMeta], *, partial: bool) -> Preflight:
         out = Preflight()
@@ -492,8 +541,7 @@ class OpaqueLoader(WeightLoader):
         chunks = [[item] for item in items] if learning else [items]
         for chunk in chunks:
             pairs = [(self._names[index], tensor) for index, tensor in chunk]
-            result = self._function(pairs)
-            names = None if result is None else {str(name) for name in result}
+            names = _names(self._function(pairs))
             if names is None:
                 self._says = False
             else:
@@ -512,3 +560,46 @@ class OpaqueLoader(WeightLoader):
     @property
     def touched(self) -> bool:
         return self._touched
+
+
+def _names(result: Any) -> set[str] | None:
+    """What a loader returned, where that is a collection of names."""
+    if isinstance(result, (Set, list, tuple)) and all(isinstance(name, str) for name in result):
+        return set(result)
+    return None
+
+
+class StagedLoader(WeightLoader):
+    """Keeps what it is given and lets an opaque loader have it at commit: until then nothing changes.
+
+    Costs one more copy of what is offered. What the inner loader makes of it is known only after
+    the version was recorded, so it is not part of the vote; if it raises then, the worker is TORN.
+    """
+
+    def __init__(self, inner: OpaqueLoader) -> None:
+        self._inner = inner
+        self._kept: list[list[tuple[int, torch.Tensor]]] = []
+
+    def preflight(self, metadata: Sequence[ParamMeta], *, partial: bool) -> Preflight:
+        return self._inner.preflight(metadata, partial=partial)
+
+    def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
+        self._kept.append(items)
+
+    def commit(self) -> None:
+        while self._kept:
+            self._inner.load(self._kept.pop(0))
+        self.seen = self._inner.seen
+        missing = self._inner.unproven()
+        if missing:
+            raise ContractError(
+                f"{len(missing)} parameters were not written, the first is {missing[0]!r}",
+                name=missing[0],
+            )
+
+    def discard(self) -> None:
+        self._kept = []
+
+    @property
+    def touched(self) -> bool:
+        return self._inner.touched

@@ -6,6 +6,7 @@ Everything that arrives from another process is checked here before anything is 
 from __future__ import annotations
 
 import hashlib
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,19 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
 }
 
 
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = 120
+_brief.maxlist = _brief.maxtuple = 12
+
+
+def _shown(value: object) -> str:
+    """`repr` for a message: short, and never failing, whatever a hostile peer sent."""
+    try:
+        return _brief.repr(value)
+    except Exception:  # Python refuses to print a very long int
+        return f"<{type(value).__name__}>"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The bare name that travels: `torch.bfloat16` → "bfloat16"."""
     return _DTYPE_NAMES[dtype]
@@ -41,7 +55,7 @@ def dtype_from_name(name: str) -> torch.dtype:
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ContractError(
-            f"unknown dtype name {name!r}: expected a bare torch name like 'bfloat16'"
+            f"unknown dtype name {_shown(name)}: expected a bare torch name like 'bfloat16'"
         )
     return dtype
 
@@ -89,13 +103,13 @@ def check_metadata(metadata: Sequence[ParamMeta]) -> tuple[ParamMeta, ...]:
     out: list[ParamMeta] = []
     for index, meta in enumerate(metadata):
         _check_entry(meta, index)
-        out.append(
-            ParamMeta(meta.name, meta.dtype, tuple(int(s) for s in meta.shape), tuple(meta.aliases))
-        )
+        if type(meta.shape) is not tuple or type(meta.aliases) is not tuple:
+            meta = ParamMeta(meta.name, meta.dtype, tuple(meta.shape), tuple(meta.aliases))
+        out.append(meta)
         for name in (meta.name, *meta.aliases):
             if name in seen:
                 raise ContractError(
-                    f"duplicate name {name!r} in the source's metadata (entries {seen[name]} and "
+                    f"duplicate name {_shown(name)} in the source's metadata (entries {seen[name]} and "
                     f"{index}): every name is offered once",
                     name=name,
                 )
@@ -110,33 +124,40 @@ def _check_entry(meta: object, index: int) -> None:
         )
     if not isinstance(meta.name, str) or not meta.name:
         raise ContractError(
-            f"metadata entry {index}: name is {meta.name!r}, not a non-empty string"
+            f"metadata entry {index}: name is {_shown(meta.name)}, not a non-empty string"
         )
     if not isinstance(meta.dtype, torch.dtype):
         raise ContractError(
-            f"metadata of {meta.name!r}: dtype is {meta.dtype!r}, not a torch.dtype", name=meta.name
+            f"metadata of {_shown(meta.name)}: dtype is {_shown(meta.dtype)}, not a torch.dtype",
+            name=meta.name,
         )
     _check_shape(meta.name, meta.shape, meta.dtype)
-    if not all(isinstance(alias, str) and alias for alias in meta.aliases):
+    aliases = meta.aliases
+    if not isinstance(aliases, (tuple, list)) or not all(isinstance(a, str) and a for a in aliases):
         raise ContractError(
-            f"metadata of {meta.name!r}: aliases {meta.aliases!r} are not all names", name=meta.name
+            f"metadata of {_shown(meta.name)}: aliases {_shown(aliases)} are no tuple of names",
+            name=meta.name,
         )
 
 
 def _check_shape(name: str, shape: Any, dtype: torch.dtype) -> None:
     num_bytes = dtype.itemsize
     if not isinstance(shape, (tuple, list, torch.Size)):
-        raise ContractError(f"metadata of {name!r}: shape is {shape!r}, not a tuple", name=name)
+        raise ContractError(
+            f"metadata of {_shown(name)}: shape is {_shown(shape)}, not a tuple", name=name
+        )
     for size in shape:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        if type(size) is not int or size < 0:
             raise ContractError(
-                f"metadata of {name!r}: shape {list(shape)!r} holds {size!r}; sizes are ints >= 0",
+                f"metadata of {_shown(name)}: shape {_shown(list(shape))} holds {_shown(size)}; sizes "
+                "are ints >= 0",
                 name=name,
             )
-        num_bytes *= size
+        num_bytes *= size or 1  # strides grow past a size of 0 as past one of 1
         if num_bytes > MAX_TENSOR_BYTES:
             raise ContractError(
-                f"metadata of {name!r}: shape {list(shape)!r} is more than 2**62 bytes", name=name
+                f"metadata of {_shown(name)}: shape {_shown(list(shape))} is more than 2**62 bytes",
+                name=name,
             )
 
 
@@ -172,19 +193,33 @@ def metadata_from_wire(wire: Any) -> tuple[ParamMeta, ...]:
             f"metadata disagrees with itself: {len(names)} names, {len(dtype_names)} dtype_names, "
             f"{len(shapes)} shapes"
         )
-    aliases = wire.get("aliases") or {}
+    aliases = wire.get("aliases", {})
     if not isinstance(aliases, dict):
         raise ContractError(f"metadata field 'aliases' is a {type(aliases).__name__}, not a dict")
     entries = []
-    for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
+    for index, (name, dtype, shape) in enumerate(zip(names, dtype_names, shapes, strict=True)):
         if not isinstance(name, str):
-            raise ContractError(f"metadata name {name!r} is not a string")
-        if not isinstance(shape, (list, tuple)):
-            raise ContractError(f"metadata of {name!r}: shape is {shape!r}, not a list", name=name)
-        entries.append(
-            ParamMeta(name, dtype_from_name(dtype), tuple(shape), tuple(aliases.get(name, ())))
-        )
-    return check_metadata(entries)
+            raise ContractError(f"metadata entry {index}: name is {_shown(name)}, not a string")
+        try:
+            entries.append(
+                ParamMeta(
+                    name, dtype_from_name(dtype), _tuple(shape), _tuple(aliases.get(name, ()))
+                )
+            )
+        except ContractError as error:
+            raise ContractError(f"metadata of {_shown(name)}: {error}", name=name) from None
+    metadata = check_metadata(entries)
+    if aliases:
+        unknown = next(iter(aliases.keys() - set(names)), None)
+        if unknown is not None:
+            raise ContractError(f"metadata field 'aliases' has {_shown(unknown)}, which is no name")
+    return metadata
+
+
+def _tuple(value: object) -> tuple[Any, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ContractError(f"{_shown(value)} is not a list")
+    return tuple(value)
 
 
 def metadata_digest(metadata: Sequence[ParamMeta]) -> str:

@@ -7,6 +7,7 @@ record and to settle. No Ray in here: clients and the coordinator are given.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import time
@@ -25,6 +26,7 @@ from rayxfer.errors import (
     ContractError,
     PartialUpdate,
     RayxferError,
+    StateError,
     TransferError,
     TransferTimeout,
     WorkerLost,
@@ -34,7 +36,13 @@ from rayxfer.metadata import ParamMeta, metadata_digest, metadata_to_wire
 from rayxfer.report import SyncReport, WorkerReport, WorkerState
 from rayxfer.source import WeightSource, checked_metadata
 from rayxfer.stream import Broken, Stream, Vote
-from rayxfer.topology import Facts, check_protocol, choose_backend, local_facts
+from rayxfer.topology import (
+    Facts,
+    check_protocol,
+    choose_backend,
+    local_facts,
+    process_identity,
+)
 
 __all__ = ["CoordinatorProtocol", "Sender"]
 
@@ -46,9 +54,9 @@ class CoordinatorProtocol(Protocol):
     """What a sender needs of the controller actor (or of a plain `Coordinator`)."""
 
     def begin(self, request: dict[str, Any]) -> dict[str, Any]: ...
-    def renew(self, round_id: int) -> None: ...
-    def commit(self, round_id: int, version: int) -> None: ...
-    def settle(self, round_id: int, rows: list[dict[str, Any]]) -> None: ...
+    def renew(self, claim: dict[str, Any]) -> None: ...
+    def commit(self, claim: dict[str, Any]) -> None: ...
+    def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None: ...
 
 
 @dataclass
@@ -94,6 +102,10 @@ class _Call:
 
     def live(self) -> list[Link]:
         return [row.link for row in self.rows.values() if row.error is None]
+
+    def claim(self) -> dict[str, Any]:
+        """What proves to a controller, a restarted one too, that this round is ours."""
+        return {"round_id": self.round_id, "version": self.version, "process": process_identity()}
 
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -142,6 +154,7 @@ class Sender:
                 "num_tensors": len(metadata),
                 "num_bytes": sum(m.num_bytes for m in metadata),
                 "metadata_digest": digest,
+                "process": process_identity(),
             }
         )
         self._adopt(grant)
@@ -162,7 +175,7 @@ class Sender:
             rows,
         )
         call.phases["begin"] = time.monotonic() - start
-        lease = _Lease(self._coordinator, call.round_id)
+        lease = _Lease(self._coordinator, call.claim())
         try:
             self._run(call)
         except BaseException as error:
@@ -584,7 +597,7 @@ class Sender:
 
     def _commit(self, call: _Call) -> None:
         """Record the version; then caches and resume. What fails now makes a worker TORN."""
-        self._coordinator.commit(call.round_id, call.version)
+        self._coordinator.commit(call.claim())
         links = call.live()
         for rank, answer in self._fan_out(call, links, "commit", lambda link: {}).items():
             row = call.rows[rank]
@@ -594,7 +607,8 @@ class Sender:
                 self._channel_of(row.link).dirty = True
             else:
                 row.state, row.version = WorkerState.READY, call.version
-        self._coordinator.settle(call.round_id, self._settled(call))
+        with contextlib.suppress(StateError):  # committed all the same: the controller asks around
+            self._coordinator.settle(call.claim(), self._settled(call))
 
     # ---- ends -----------------------------------------------------------------------------------
 
@@ -606,7 +620,8 @@ class Sender:
         finally:
             for channel in self._channels:
                 channel.dirty = True
-            self._coordinator.settle(call.round_id, self._settled(call))
+            with contextlib.suppress(RayxferError):  # the caller is to see the first error
+                self._coordinator.settle(call.claim(), self._settled(call))
 
     def _settled(self, call: _Call) -> list[dict[str, Any]]:
         return [
@@ -617,6 +632,8 @@ class Sender:
                 "backend": row.link.backend or row.link.requested,
                 "incarnation": row.link.incarnation,
                 "error": row.error,
+                "casts": bool(row.casts),
+                "partial": call.partial,
             }
             for rank, row in call.rows.items()
         ]
@@ -687,9 +704,9 @@ def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError |
 class _Lease:
     """Tells the coordinator every second that this trainer lives."""
 
-    def __init__(self, coordinator: CoordinatorProtocol, round_id: int) -> None:
+    def __init__(self, coordinator: CoordinatorProtocol, claim: dict[str, Any]) -> None:
         self._stop = threading.Event()
-        self._coordinator, self._round_id = coordinator, round_id
+        self._coordinator, self._claim = coordinator, claim
         context = contextvars.copy_context()
         self._thread = threading.Thread(
             target=lambda: context.run(self._run), name="rayxfer-lease", daemon=True
@@ -698,10 +715,9 @@ class _Lease:
 
     def _run(self) -> None:
         while not self._stop.wait(1.0):
-            try:
-                self._coordinator.renew(self._round_id)
-            except RayxferError:
-                return  # the round is over or the controller gone: the main thread finds out
+            # A refusal, or a controller that restarts: the main thread finds out what it means.
+            with contextlib.suppress(RayxferError):
+                self._coordinator.renew(self._claim)
 
     def stop(self) -> None:
         self._stop.set()

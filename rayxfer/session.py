@@ -10,6 +10,7 @@ answer is a heartbeat.
 from __future__ import annotations
 
 import array
+import hashlib
 import threading
 import time
 import uuid
@@ -32,10 +33,10 @@ from rayxfer.errors import (
     portable_cause,
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
-from rayxfer.loader import FuseRule, ModuleLoader, OpaqueLoader, WeightLoader
+from rayxfer.loader import FuseRule, ModuleLoader, OpaqueLoader, StagedLoader, WeightLoader
 from rayxfer.metadata import ParamMeta, dtype_name, metadata_digest, metadata_from_wire
 from rayxfer.report import WorkerState
-from rayxfer.source import Rename
+from rayxfer.source import Rename, named_tensors
 from rayxfer.topology import local_facts
 
 __all__ = ["Binding", "RoundAborted", "WorkerSession"]
@@ -117,6 +118,8 @@ class _Round:
     loader: WeightLoader
     verify: bool
     previous: WorkerState
+    checkpoint_format: bool
+    casts: bool
     aborted: threading.Event = field(default_factory=threading.Event)
     pushed: dict[int, threading.Event] = field(default_factory=dict)
     pausing: bool = False
@@ -267,6 +270,8 @@ class WorkerSession:
         self._quiet = threading.Condition()
         self._visitors = 0
         self._changing = False
+        self._exact = True
+        self._committed_round = -1
         self.incarnation = uuid.uuid4().hex
         self.version = 0
         self.state = WorkerState.READY if caught_up else WorkerState.CONNECTING
@@ -283,6 +288,7 @@ class WorkerSession:
             "abort": self.abort,
             "detach": self.detach,
             "snapshot": lambda message: self.snapshot(),
+            "donate": self.donate,
         }
 
     def handle(self, op: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -323,7 +329,34 @@ class WorkerSession:
             WeightTransferEngineFactory.get_engine_class(backend).check_available()
         model = self._binding.live_model()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        return {**self.snapshot(), "facts": local_facts(device).to_wire(), "owner": self._owner}
+        function = _load_function(self._binding, model)
+        plain = function is None and self._binding.rename is None and not self._binding.fuse
+        return {
+            **self.snapshot(),
+            "facts": local_facts(device).to_wire(),
+            "owner": self._owner,
+            "last_round": self._last_round,
+            "fingerprint": fingerprint(model),
+            "plain": plain,
+            "exact": self._exact,
+        }
+
+    def donate(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Give this worker's weights to another, which has to catch up. See `rayxfer.catchup`."""
+        self._check_owner(message)
+        from rayxfer.catchup import donate
+
+        def run() -> dict[str, Any]:
+            with self.outside_rounds():
+                if self.state != WorkerState.READY or self.version != message["version"]:
+                    raise StateError(
+                        f"this worker is {self.state} at version {self.version}: it cannot give "
+                        f"version {message['version']}"
+                    )
+                donate(self._binding.live_model(), message)
+            return {}
+
+        return self._drive(("donate", int(message["round_id"])), run, message)
 
     def attach(self, message: dict[str, Any]) -> dict[str, Any]:
         """Take `message["owner"]` (name, controller_id, rank, …) as this worker's controller.
@@ -334,16 +367,30 @@ class WorkerSession:
         owner = dict(message["owner"])
         with self._lock:
             mine = self._owner
-            if mine is not None and mine["controller_id"] != owner["controller_id"]:
-                if message.get("replace") != mine["controller_id"]:
-                    raise StateError(
-                        f"this worker belongs to controller {mine['name']!r}: a worker has one "
-                        "controller; shut that one down first"
-                    )
+            foreign = mine is None or mine["controller_id"] != owner["controller_id"]
+            if foreign and mine is not None and message.get("replace") != mine["controller_id"]:
+                raise StateError(
+                    f"this worker belongs to controller {mine['name']!r}: a worker has one "
+                    "controller; shut that one down first"
+                )
+            if not foreign and mine is not None and owner["epoch"] < mine["epoch"]:
+                raise StateError(
+                    f"epoch {owner['epoch']} of controller {owner['name']!r} is over: this worker "
+                    f"follows its restart {mine['epoch']}"
+                )
+        if foreign:
+            self._abort_stale_round()
+            with self._lock:
                 self._close_engine()
-                self._last_round = -1
-            self._owner = owner
+                self._last_round = self._committed_round = -1
+        self._owner = owner
         return self.snapshot()
+
+    def _abort_stale_round(self) -> None:
+        """End a round whose trainer or controller is gone (or which this process slept through)."""
+        current = self._round
+        if current is not None:
+            self.abort({"round_id": current.round_id, "timeout_s": 5.0})
 
     def detach(self, message: dict[str, Any]) -> dict[str, Any]:
         """Forget the controller: abort what runs, close the channel. The weights stay."""
@@ -351,10 +398,7 @@ class WorkerSession:
             owner = self._owner
             if owner is None or owner["controller_id"] != message.get("controller_id"):
                 return self.snapshot()
-        if self._round is not None:
-            self.abort(
-                {"round_id": self._round.round_id, "timeout_s": message.get("timeout_s", 5.0)}
-            )
+        self._abort_stale_round()
         with self._lock:
             self._close_engine()
             self._owner = None
@@ -372,6 +416,9 @@ class WorkerSession:
             return {"need": "attach"}
         self._check_owner(message)
         key = ("connect", message["session_id"])
+        task = self._task
+        if task is None or task.key != key:
+            self._abort_stale_round()
 
         def run() -> dict[str, Any]:
             self._close_engine()
@@ -425,7 +472,7 @@ class WorkerSession:
                     f"round {round_id} is over: this worker has seen {self._last_round}"
                 )
         if self._round is not None:
-            self.abort({"round_id": self._round.round_id, "timeout_s": 5.0})
+            self._abort_stale_round()
             return {"need": "connect"}
         metadata = self._metadata.get(message["metadata_digest"])
         if metadata is None:
@@ -445,7 +492,8 @@ class WorkerSession:
             }
         )
         partial = bool(message["partial"])
-        loader = self._make_loader(getattr(update_info, "is_checkpoint_format", True))
+        checkpoint_format = bool(getattr(update_info, "is_checkpoint_format", True))
+        loader = self._make_loader(checkpoint_format)
         preflight = loader.preflight(metadata, partial=partial)
         if preflight.problems:
             return {"problems": preflight.problems, "name": preflight.first_name}
@@ -460,6 +508,8 @@ class WorkerSession:
                 loader=loader,
                 verify=self._config.verify == "digest",
                 previous=self.state,
+                checkpoint_format=checkpoint_format,
+                casts=bool(preflight.casts),
             )
             self._load = None
         return {"casts": preflight.casts, "kept": preflight.kept}
@@ -470,14 +520,10 @@ class WorkerSession:
         staged, verify = config.load_mode == "staged", config.verify == "digest"
         if not checkpoint_format:
             return ModuleLoader(model, staged=staged, verify=verify)
-        if binding.load_weights is not None:
-            user = binding.load_weights
-            return OpaqueLoader(
-                lambda weights: user(model, weights), module=model, learned=self._learned
-            )
-        own = getattr(model, "load_weights", None)
-        if callable(own):
-            return OpaqueLoader(own, module=model, learned=self._learned)
+        function = _load_function(binding, model)
+        if function is not None:
+            opaque = OpaqueLoader(function, module=model, learned=self._learned)
+            return StagedLoader(opaque) if staged else opaque
         return ModuleLoader(
             model, rename=binding.rename, fuse=binding.fuse, staged=staged, verify=verify
         )
@@ -524,7 +570,7 @@ class WorkerSession:
         if config.load_mode == "in_place":
             self._enter(current)
         load._check_abort()
-        if binding.start_update is not None:
+        if binding.start_update is not None and current.checkpoint_format:
             binding.start_update()
         load.in_loader = False
         try:
@@ -598,15 +644,15 @@ class WorkerSession:
             raise StateError(f"finish before the vote in round {current.round_id}")
         loader = current.loader
         staged = self._config.load_mode == "staged"
-        if current.finished or staged or self._binding.finish_update is None:
+        hook = self._binding.finish_update if current.checkpoint_format else None
+        if current.finished or staged or hook is None:
             loader.finish()
             current.finished = True
             return {"done": True}
 
         def run() -> dict[str, Any]:
             loader.finish()
-            assert self._binding.finish_update is not None
-            self._binding.finish_update()
+            hook()
             current.finished = True
             return {}
 
@@ -615,34 +661,41 @@ class WorkerSession:
     def commit(self, message: dict[str, Any]) -> dict[str, Any]:
         """The version is recorded: make it live, reset the cache, resume. Safe to repeat."""
         round_id = int(message["round_id"])
-        if self._round is None and self._last_round == round_id:
+        if self._committed_round == round_id:
             return {"done": True, **self.snapshot()}
         current = self._current(message)
         if not current.finished:
             raise StateError(f"commit before finish in round {round_id}")
-        return self._drive(("commit", round_id), lambda: self._commit(current, message), message)
+        return self._drive(("commit", round_id), lambda: self._commit(current), message)
 
-    def _commit(self, current: _Round, message: dict[str, Any]) -> dict[str, Any]:
+    def _commit(self, current: _Round) -> dict[str, Any]:
+        try:
+            self._make_live(current)
+        except Exception as error:
+            # The version stands. Half-new weights, or stale cache entries beside new weights, would
+            # answer wrongly: better to hold.
+            self.torn_towards = current.version
+            self._end_round(WorkerState.TORN)
+            text = f"failed after commit: {type(error).__name__}: {error}"
+            raise TransferError(text, phase="commit", cause=portable_cause(error)) from error
+        self._end_round(WorkerState.READY)
+        return self.snapshot()
+
+    def _make_live(self, current: _Round) -> None:
         binding, config = self._binding, self._config
         if config.load_mode == "staged":
             self._enter(current)
             current.loader.commit()
-            if binding.finish_update is not None:
+            if binding.finish_update is not None and current.checkpoint_format:
                 binding.finish_update()
-        if isinstance(current.loader, OpaqueLoader) and current.loader.seen:
+        if current.loader.seen:
             self._learned = current.loader.seen
+        if not current.partial:
+            self._exact = not current.casts
         self.version, self.torn_towards = current.version, None
+        self._committed_round = current.round_id
         if config.cache_policy == "reset" and binding.reset_cache is not None:
-            try:
-                _reset(binding.reset_cache)
-            except Exception as error:
-                # stale cache entries would mix two versions: better to hold than to answer wrongly
-                self.torn_towards = current.version
-                self._end_round(WorkerState.TORN)
-                text = f"the cache hook raised after commit: {type(error).__name__}: {error}"
-                raise TransferError(text, phase="commit", cause=portable_cause(error)) from error
-        self._end_round(WorkerState.READY)
-        return self.snapshot()
+            _reset(binding.reset_cache)
 
     def abort(self, message: dict[str, Any]) -> dict[str, Any]:
         """End the round now. Answers `stuck=True` if its thread did not come back in time.
@@ -760,6 +813,26 @@ class WorkerSession:
             "at": time.monotonic(),
             "failed": None if load is None else load.loader_error,
         }
+
+
+def _load_function(
+    binding: Binding, model: torch.nn.Module
+) -> Callable[[list[tuple[str, torch.Tensor]]], Any] | None:
+    """The opaque loading function of this worker, or None where the default loader serves it."""
+    user = binding.load_weights
+    if user is not None:
+        return lambda weights: user(model, weights)
+    own = getattr(model, "load_weights", None)
+    return own if callable(own) else None
+
+
+def fingerprint(model: torch.nn.Module) -> str:
+    """Equal for models between which tensors can be copied by name as they are."""
+    h = hashlib.blake2b(digest_size=16)
+    h.update(f"{type(model).__module__}.{type(model).__qualname__}".encode())
+    for name, tensor in named_tensors(model).items():
+        h.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
+    return h.hexdigest()
 
 
 _CACHE_TRIES = 3

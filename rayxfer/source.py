@@ -30,20 +30,28 @@ def apply_rename(name: str, rename: Rename | None) -> str:
 
     A mapping holds rules `{old prefix: new prefix}`: the longest that fits wins, a prefix fits at
     a dot or at the whole name only ("model" fits "model.x", not "models.x"), "" fits always, and a
-    name that none fits stays as it is.
+    name that none fits stays as it is. A dot at the end of either prefix makes no difference.
+
+    Raises:
+        ConfigError: the new name is no non-empty string.
     """
     if rename is None:
         return name
+    new: Any = name
     if not isinstance(rename, Mapping):
         new = rename(name)
-        if not isinstance(new, str) or not new:
-            raise ConfigError(f"rename({name!r}) gave {new!r}: expected a non-empty string")
-        return new
-    for old in sorted(rename, key=len, reverse=True):
-        if old == "" or name == old or name.startswith(old if old.endswith(".") else old + "."):
-            new = rename[old] + name[len(old) :]
-            return new.removeprefix(".") if not rename[old] else new
-    return name
+    else:
+        for old in sorted(rename, key=len, reverse=True):
+            prefix = old.removesuffix(".")
+            if not prefix or name == prefix or name.startswith(prefix + "."):
+                new = rename[old]
+                if isinstance(new, str):
+                    rest = name[len(prefix) :].removeprefix(".")
+                    new = ".".join(part for part in (new.removesuffix("."), rest) if part)
+                break
+    if not isinstance(new, str) or not new:
+        raise ConfigError(f"rename of {name!r} gave {new!r}: expected a non-empty string")
+    return new
 
 
 class WeightSource(ABC):
@@ -91,6 +99,10 @@ class MappingSource(WeightSource):
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
     ) -> None:
+        if not isinstance(tensors, Mapping):
+            raise ConfigError(
+                f"MappingSource takes a mapping of names to tensors, not a {type(tensors).__name__}"
+            )
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ConfigError(f"dtype={dtype!r}: expected a floating-point torch.dtype or None")
         self._mapping = tensors

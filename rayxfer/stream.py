@@ -90,7 +90,7 @@ class _Push:
                 link.acked <= sequence and link.rank not in self._stream.votes
                 for link in self._channel.links
             ):
-                self._changed.wait()
+                self._changed.wait(SLICE_S)
         if self._error is not None:
             raise self._error
 

@@ -10,7 +10,7 @@ import functools
 import os
 import socket
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -54,8 +54,18 @@ class Facts:
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> Facts:
-        known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in wire.items() if k in known})
+        """The reverse of `to_wire`. Fields that a later version may add are dropped.
+
+        Raises:
+            ConfigError: a field that has no default is missing.
+        """
+        known = {k: v for k, v in wire.items() if k in {f.name for f in fields(cls)}}
+        for field in fields(cls):
+            if field.name not in known and field.default is MISSING:
+                raise ConfigError(
+                    f"the worker's facts lack {field.name!r}: install the same rayxfer on both sides"
+                )
+        return cls(**known)
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,43 @@ def local_facts(device: torch.device | None = None, *, num_ranks: int = 1) -> Fa
         num_ranks=num_ranks,
         torch_version=str(torch.__version__).split("+")[0],
     )
+
+
+def process_identity() -> dict[str, Any]:
+    """What tells this very process from any other, now or later, on this machine."""
+    return {
+        "boot_id": _boot_id(),
+        "pid_namespace": _read_link("/proc/self/ns/pid"),
+        "pid": os.getpid(),
+        "started": _start_time(os.getpid()),
+    }
+
+
+def process_gone(identity: dict[str, Any]) -> bool:
+    """True only if that process certainly is no more: it ran here, and cannot be found."""
+    here = process_identity()
+    if identity["boot_id"] != here["boot_id"] or not identity["started"]:
+        return False
+    if not here["pid_namespace"] or identity["pid_namespace"] != here["pid_namespace"]:
+        return False
+    return bool(_start_time(identity["pid"]) != identity["started"])
+
+
+def _read_link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str:
+    """The kernel's start time of a process; "" if there is none, or it is a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            rest = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if rest[0] in "ZX" else rest[19]
 
 
 def same_host(a: Facts, b: Facts) -> bool:

@@ -15,7 +15,7 @@ from rayxfer.report import WorkerState
 from rayxfer.session import Binding, WorkerSession
 from rayxfer.source import Rename
 
-__all__ = ["WorkerMixin"]
+__all__ = ["WorkerMixin", "reconstructed"]
 
 
 class WorkerMixin:
@@ -68,7 +68,7 @@ class WorkerMixin:
                 rename=rename,
                 fuse=tuple(fuse),
             ),
-            caught_up=not _reconstructed(),
+            caught_up=not reconstructed(),
         )
 
     def rayxfer_call(self, op: str, message: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +95,8 @@ class WorkerMixin:
         return True
 
 
-def _reconstructed() -> bool:
+def reconstructed() -> bool:
+    """Whether Ray has restarted the actor that this process is."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return False

@@ -35,6 +35,7 @@ class Rendezvous:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._closed = False
+        self._connections: set[socket.socket] = set()
         secret = bytes.fromhex(token)
         outer = self
 
@@ -45,12 +46,17 @@ class Rendezvous:
                     connection.settimeout(_HANDSHAKE_TIMEOUT_S)
                     if not hmac.compare_digest(_read(connection, len(secret)), secret):
                         return
+                    with outer._changed:
+                        outer._connections.add(connection)
                     connection.sendall(b"k")
                     connection.settimeout(None)
                     while not outer._closed:
                         outer._serve(connection)
                 except (OSError, EOFError, struct.error, ValueError):
                     return  # a peer that left or talks nonsense ends its own connection only
+                finally:
+                    with outer._changed:
+                        outer._connections.discard(connection)
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
@@ -111,6 +117,9 @@ class Rendezvous:
                 return
             self._closed = True
             self._changed.notify_all()
+            for connection in self._connections:
+                with contextlib.suppress(OSError):  # the peer was first
+                    connection.shutdown(socket.SHUT_RD)  # replies still go out
         self._server.shutdown()
         self._server.server_close()
 
@@ -132,6 +141,8 @@ class RendezvousStore(dist.Store):  # type: ignore[misc,name-defined]
                 if _read(self._socket, 1) != b"k":
                     raise EOFError
             except (OSError, EOFError) as error:
+                if self._socket is not None:
+                    self._socket.close()
                 host, port = target
                 raise TransferError(
                     f"no rendezvous at {host}:{port}: {type(error).__name__}: {error}",
@@ -145,11 +156,19 @@ class RendezvousStore(dist.Store):  # type: ignore[misc,name-defined]
     def _call(self, op: bytes, key: str, value: bytes) -> bytes:
         assert self._socket is not None
         name = key.encode()
-        with self._lock:
-            self._socket.settimeout(self._left_s() + 1.0)
-            self._socket.sendall(_HEADER.pack(op, len(name), len(value)) + name + value)
-            status, length = struct.unpack("!cI", _read(self._socket, 5))
-            body = _read(self._socket, length)
+        try:
+            with self._lock:
+                self._socket.settimeout(self._left_s() + 1.0)
+                self._socket.sendall(_HEADER.pack(op, len(name), len(value)) + name + value)
+                status, length = struct.unpack("!cI", _read(self._socket, 5))
+                body = _read(self._socket, length)
+        except (OSError, EOFError) as error:
+            kind = TransferTimeout if isinstance(error, TimeoutError) else TransferError
+            raise kind(
+                f"lost the rendezvous while asking for {key!r}: {error}",
+                phase="connect",
+                cause=error,
+            ) from error
         if status != b"o":
             raise TransferTimeout(f"nobody set {key!r} in time", phase="connect")
         return body

@@ -128,7 +128,7 @@ class RingWriter:
             # bus error
             os.posix_fallocate(self._fd, 0, size)
             self._memory = _Memory(self._fd, size, populate=_MADV_POPULATE_WRITE)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             os.close(self._fd)
             raise TransferError(
                 f"no room for a memory file of {size} bytes: {error}", phase="connect", cause=error
@@ -200,8 +200,8 @@ class RingReader:
 
     Raises:
         BackendUnavailable: the file cannot be opened from here (another host or PID namespace,
-            another user, hardened /proc).
-        ConfigError: what was opened is not the sender's ring.
+            another user, hardened /proc), or what was opened is not the sender's ring.
+        ConfigError: the description is none.
     """
 
     def __init__(
@@ -210,6 +210,10 @@ class RingReader:
         for value in (reader, pid, fd, inode, file_bytes):
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"shm: {value!r} in the ring's description is no natural number")
+        try:
+            expected = _MAGIC + bytes.fromhex(nonce)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"shm: the ring's nonce is no hex string: {error}") from error
         path = f"/proc/{pid}/fd/{fd}"
         try:
             own = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -235,7 +239,7 @@ class RingReader:
         finally:
             os.close(own)
         header = bytes(self._memory.bytes[:48].numpy())
-        if not hmac.compare_digest(header[:24], _MAGIC + bytes.fromhex(nonce)):
+        if not hmac.compare_digest(header[:24], expected):
             raise BackendUnavailable("shm: the memory file belongs to another session")
         self.slot_bytes, self._slots, readers = struct.unpack("<QQQ", header[24:48])
         if reader >= readers:
