@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,7 @@ class ParamMeta:
         return f"{dtype_name(self.dtype)}{list(self.shape)}"
 
 
-def check_metadata(metadata: Sequence[ParamMeta]) -> tuple[ParamMeta, ...]:
+def check_metadata(metadata: Iterable[ParamMeta]) -> tuple[ParamMeta, ...]:
     """Validate a source's own metadata and freeze it.
 
     Raises:
@@ -196,24 +196,26 @@ def metadata_from_wire(wire: Any) -> tuple[ParamMeta, ...]:
     aliases = wire.get("aliases", {})
     if not isinstance(aliases, dict):
         raise ContractError(f"metadata field 'aliases' is a {type(aliases).__name__}, not a dict")
-    entries = []
+    metadata = check_metadata(_entries(names, dtype_names, shapes, aliases))
+    unknown = next(iter(aliases.keys() - {m.name for m in metadata}), None) if aliases else None
+    if unknown is not None:
+        raise ContractError(f"metadata field 'aliases' has {_shown(unknown)}, which is no name")
+    return metadata
+
+
+def _entries(
+    names: Sequence[Any], dtype_names: Sequence[Any], shapes: Sequence[Any], aliases: dict[Any, Any]
+) -> Iterator[ParamMeta]:
+    """One by one, so that the first offender ends the work."""
     for index, (name, dtype, shape) in enumerate(zip(names, dtype_names, shapes, strict=True)):
         if not isinstance(name, str):
             raise ContractError(f"metadata entry {index}: name is {_shown(name)}, not a string")
         try:
-            entries.append(
-                ParamMeta(
-                    name, dtype_from_name(dtype), _tuple(shape), _tuple(aliases.get(name, ()))
-                )
+            yield ParamMeta(
+                name, dtype_from_name(dtype), _tuple(shape), _tuple(aliases.get(name, ()))
             )
         except ContractError as error:
             raise ContractError(f"metadata of {_shown(name)}: {error}", name=name) from None
-    metadata = check_metadata(entries)
-    if aliases:
-        unknown = next(iter(aliases.keys() - set(names)), None)
-        if unknown is not None:
-            raise ContractError(f"metadata field 'aliases' has {_shown(unknown)}, which is no name")
-    return metadata
 
 
 def _tuple(value: object) -> tuple[Any, ...]:
