@@ -112,13 +112,14 @@ class MappingSource(WeightSource):
         self.stable = dtype is None  # type: ignore[misc]
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        for name, tensor in self._mapping.items():
+        tensors = dict(self._mapping)
+        for name, tensor in tensors.items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
                 raise ContractError(
                     f"entry {name!r} is a {type(tensor).__name__}: a source maps names to tensors",
                     name=str(name),
                 )
-        return dict(self._mapping)
+        return tensors
 
     def _unique(self) -> list[tuple[str, torch.Tensor, tuple[str, ...]]]:
         groups: dict[Any, tuple[torch.Tensor, list[str]]] = {}
