@@ -372,7 +372,8 @@ class ModuleLoader(WeightLoader):
                 base = live[place.name]
                 key = tie_key(base)
                 if key not in self._stage:
-                    self._stage[key] = (base, torch.empty_like(base, requires_grad=False))
+                    copy = torch.empty_like(_compact(base), requires_grad=False)
+                    self._stage[key] = (base, copy.expand(base.shape))
                 place.tensor = place.cut(self._stage[key][1])
 
     def landing(self, index: int) -> torch.Tensor | None:
@@ -409,7 +410,7 @@ class ModuleLoader(WeightLoader):
         mode = torch.inference_mode() if self._inference else torch.no_grad()
         with mode:
             for whole, copy in self._stage.values():
-                _compact(whole).copy_(_compact(copy, like=whole))
+                _compact(whole).copy_(_compact(copy))
         self._stage = {}
 
     def discard(self) -> None:
