@@ -116,8 +116,9 @@ def mapped_error(error: BaseException, rank: int | None) -> RayxferError:
         return error
     if is_lost(error):
         first = str(error).strip().splitlines()
+        who = "the actor" if rank is None else f"worker {rank}"
         return WorkerLost(
-            f"the actor is gone: {type(error).__name__}: {first[0] if first else ''}",
+            f"{who} is gone: {type(error).__name__}: {first[0] if first else ''}",
             worker=rank,
             cause=portable_cause(error),
         )
@@ -125,6 +126,11 @@ def mapped_error(error: BaseException, rank: int | None) -> RayxferError:
     return TransferError(
         f"{type(shown).__name__}: {shown}", worker=rank, cause=portable_cause(shown)
     )
+
+
+def lost_process(rank: int, phase: str) -> WorkerLost:
+    """The worker's process ran on this host and is no more."""
+    return WorkerLost(f"worker {rank}: its process is gone", phase=phase, worker=rank)
 
 
 def is_lost(error: BaseException) -> bool:

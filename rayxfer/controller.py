@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import cloudpickle
 import ray
 
 from rayxfer.client import is_lost, mapped_error, spawn
@@ -44,12 +45,14 @@ class _CoordinatorActor(Coordinator):
     def __init__(
         self,
         name: str,
-        workers: list[Any],
+        workers: bytes,
         config: WeightTransferConfig,
         entries: bytes,
         controller_id: str,
     ) -> None:
-        super().__init__(name, workers, config, entries, controller_id, _owner_alive)
+        # As bytes: Ray warns about restartable actors that are given handles.
+        handles = cloudpickle.loads(workers)
+        super().__init__(name, handles, config, entries, controller_id, _owner_alive)
         if reconstructed():
             self.recover()
         threading.Thread(target=self._tick_forever, name="rayxfer-tick", daemon=True).start()
@@ -179,6 +182,7 @@ class Controller:
             raise ConfigError(f"workers is a {type(workers).__name__}: expected a list of actors")
         self._name = name if name is not None else f"rayxfer-{uuid.uuid4().hex[:12]}"
         self._entries: dict[str, EngineEntry] = {}
+        self._workers: list[Any] | None = None
         if workers is None:
             self._attach()
         else:
@@ -203,6 +207,7 @@ class Controller:
         *,
         maybe_running: bool,
     ) -> None:
+        self._workers = workers  # keeps them in scope: the controller's own handles do not
         self._config = config if config is not None else WeightTransferConfig()
         backend = self._config.backend
         if not isinstance(backend, str) and len(backend) != len(workers):
@@ -237,7 +242,7 @@ class Controller:
         try:
             self._actor = actor_class.options(**options).remote(
                 self._name,
-                workers,
+                cloudpickle.dumps(workers),
                 self._config,
                 pickle.dumps(self._entries),
                 uuid.uuid4().hex[:16],
@@ -262,6 +267,9 @@ class Controller:
     def config(self) -> WeightTransferConfig:
         """The settings it was made with."""
         return self._config
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_workers": None}
 
     def __repr__(self) -> str:
         return f"Controller(name={self._name!r})"

@@ -31,7 +31,7 @@ from rayxfer.errors import (
     WorkerLost,
 )
 from rayxfer.report import Status, WorkerState, WorkerStatus
-from rayxfer.topology import process_gone
+from rayxfer.topology import Facts, process_gone
 
 __all__ = ["Coordinator"]
 
@@ -62,7 +62,7 @@ class _Open:
     round_id: int
     version: int
     renewed: float
-    process: dict[str, Any]
+    process: Facts
     committed: bool = False
 
 
@@ -417,7 +417,8 @@ class Coordinator:
             ControllerClosed: after shutdown.
         """
         with self._lock:
-            if self._open is not None and self._open.process == request["process"]:
+            process = Facts.from_wire(request["process"])
+            if self._open is not None and self._open.process == process:
                 self._expire(
                     self._open
                 )  # its reply was lost with a controller, or it was cut short
@@ -433,7 +434,7 @@ class Coordinator:
             members = list(self._members.values())
             away = [m for m in members if m.state == WorkerState.LOST or m.facts is None]
             lost = self._welcome(away, min(_REJOIN_TIMEOUT_S, self._config.connect_timeout_s))
-            self._open = _Open(self._next_round, version, time.monotonic(), request["process"])
+            self._open = _Open(self._next_round, version, time.monotonic(), process)
             self._next_round += 1
             grant: dict[str, Any] = {
                 "round_id": self._open.round_id,
@@ -522,7 +523,10 @@ class Coordinator:
         if adoptable and claim["round_id"] >= self._next_round - 1 and not self._closed:
             # granted before this controller was restarted: the trainer goes on with it
             self._open = _Open(
-                claim["round_id"], claim["version"], time.monotonic(), claim["process"]
+                claim["round_id"],
+                claim["version"],
+                time.monotonic(),
+                Facts.from_wire(claim["process"]),
             )
             self._next_round = max(self._next_round, claim["round_id"] + 1)
             return self._open

@@ -201,7 +201,9 @@ def _pickle(engine_cls: EngineClass) -> bytes:
     import cloudpickle
 
     module = sys.modules.get(engine_cls.__module__)
-    by_reference = module is not None and engine_cls.__module__ != "__main__"
+    # rayxfer itself is on every worker; anything else may be reachable from this process only
+    ours = engine_cls.__module__.partition(".")[0] == __name__.partition(".")[0]
+    by_reference = module is not None and engine_cls.__module__ != "__main__" and not ours
     already = engine_cls.__module__ in cloudpickle.list_registry_pickle_by_value()
     if by_reference and not already:
         cloudpickle.register_pickle_by_value(module)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rayxfer.channel import SLICE_S, Channel, Link, connect
-from rayxfer.client import client_for, outcome
+from rayxfer.client import client_for, lost_process, outcome
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
     BackendUnavailable,
@@ -41,7 +41,7 @@ from rayxfer.topology import (
     check_protocol,
     choose_backend,
     local_facts,
-    process_identity,
+    process_gone,
 )
 
 __all__ = ["CoordinatorProtocol", "Sender"]
@@ -94,8 +94,10 @@ class _Call:
     version: int
     deadline: float
     rows: dict[int, _Row]
+    process: dict[str, Any]
     kept: list[str] = field(default_factory=list)
     attempts: int = 0
+    tries: int = 0
     glitches: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     digests: list[int] | None = None
@@ -105,7 +107,11 @@ class _Call:
 
     def claim(self) -> dict[str, Any]:
         """What proves to a controller, a restarted one too, that this round is ours."""
-        return {"round_id": self.round_id, "version": self.version, "process": process_identity()}
+        return {"round_id": self.round_id, "version": self.version, "process": self.process}
+
+    def ids(self) -> dict[str, Any]:
+        """What every message of this attempt carries."""
+        return {"round_id": self.round_id, "attempt": self.tries, "version": self.version}
 
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
@@ -154,7 +160,7 @@ class Sender:
                 "num_tensors": len(metadata),
                 "num_bytes": sum(m.num_bytes for m in metadata),
                 "metadata_digest": digest,
-                "process": process_identity(),
+                "process": self._local_facts().to_wire(),
             }
         )
         self._adopt(grant)
@@ -173,6 +179,7 @@ class Sender:
             grant["version"],
             time.monotonic() + self._config.sync_timeout_s,
             rows,
+            self._local_facts().to_wire(),
         )
         call.phases["begin"] = time.monotonic() - start
         lease = _Lease(self._coordinator, call.claim())
@@ -202,6 +209,7 @@ class Sender:
             try:
                 self._timed(call, "connect", self._ensure_channels, links)
                 links = call.live()
+                call.tries += 1
                 self._timed(call, "prepare", self._prepare, links)
                 call.attempts += 1
                 self._timed(call, "update", self._update, links)
@@ -241,9 +249,12 @@ class Sender:
 
     # ---- membership and channels ----------------------------------------------------------------
 
-    def _adopt(self, grant: dict[str, Any]) -> None:
+    def _local_facts(self) -> Facts:
         if self._facts is None:
             self._facts = local_facts()
+        return self._facts
+
+    def _adopt(self, grant: dict[str, Any]) -> None:
         if grant.get("members") is not None:
             old = self._links
             self._links = {}
@@ -274,12 +285,12 @@ class Sender:
 
     def _ensure_channels(self, call: _Call, links: list[Link]) -> None:
         """Channels over exactly these links; those that fit stay, the others are opened."""
-        assert self._facts is not None
+        sender = self._local_facts()
         groups: dict[str, list[Link]] = {}
         for link in links:
-            check_protocol(self._facts, link.facts, link.rank)
+            check_protocol(sender, link.facts, link.rank)
             if link.requested == "auto":
-                choice = choose_backend(self._facts, link.facts, shm_refused=link.shm_refused)
+                choice = choose_backend(sender, link.facts, shm_refused=link.shm_refused)
                 link.backend, link.reason = choice.backend, choice.reason
             else:
                 link.backend, link.reason = link.requested, "as configured"
@@ -308,7 +319,6 @@ class Sender:
             # never more than the model, but room for it to grow without a new channel
             total = sum(m.num_bytes + 64 for m in call.metadata)
             size = max(1, min(engine_cls.default_bucket_size_bytes, total))
-        assert self._facts is not None
         try:
             return connect(
                 backend=backend,
@@ -316,7 +326,7 @@ class Sender:
                 entry=entry,
                 links=group,
                 config=self._config,
-                sender=self._facts,
+                sender=self._local_facts(),
                 bucket_size_bytes=size,
                 base_message=self._base,
                 deadline=deadline,
@@ -377,7 +387,7 @@ class Sender:
         answers: dict[int, dict[str, Any] | RayxferError] = {}
         by_rank = {link.rank: link for link in links}
         heard = dict.fromkeys(by_rank, time.monotonic())
-        base = {**self._base, "round_id": call.round_id, "version": call.version, "wait_s": SLICE_S}
+        base = {**self._base, **call.ids(), "wait_s": SLICE_S}
 
         def send(link: Link) -> Future[dict[str, Any]]:
             return link.call(op, {**base, **message(link)})
@@ -400,7 +410,10 @@ class Sender:
                 answers[rank] = answer
             limit = SLICE_S + self._config.stall_timeout_s
             for future, rank in list(pending.items()):
-                if now - heard[rank] > limit or call.left_s() <= 0:
+                if process_gone(by_rank[rank].facts):
+                    del pending[future]
+                    answers[rank] = lost_process(rank, op)
+                elif now - heard[rank] > limit or call.left_s() <= 0:
                     del pending[future]
                     answers[rank] = self._timeout(
                         call, op, rank, "stall_timeout_s", self._config.stall_timeout_s
@@ -503,7 +516,7 @@ class Sender:
             source=call.source,
             metadata=call.metadata,
             config=self._config,
-            base_message={**self._base, "round_id": call.round_id, "version": call.version},
+            base_message={**self._base, **call.ids()},
             version=call.version,
             deadline=call.deadline,
         )

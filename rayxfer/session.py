@@ -111,6 +111,7 @@ class _Round:
     """Everything about the round under way."""
 
     round_id: int
+    attempt: int
     version: int
     metadata: tuple[ParamMeta, ...]
     partial: bool
@@ -266,7 +267,7 @@ class WorkerSession:
         self._metadata: dict[str, tuple[ParamMeta, ...]] = {}
         self._learned: dict[str, frozenset[str]] = {}
         self._owner: dict[str, Any] | None = None
-        self._last_round = -1
+        self._last_round = (-1, -1)
         self._quiet = threading.Condition()
         self._visitors = 0
         self._changing = False
@@ -335,7 +336,7 @@ class WorkerSession:
             **self.snapshot(),
             "facts": local_facts(device).to_wire(),
             "owner": self._owner,
-            "last_round": self._last_round,
+            "last_round": self._last_round[0],
             "fingerprint": fingerprint(model),
             "plain": plain,
             "exact": self._exact,
@@ -382,7 +383,7 @@ class WorkerSession:
             self._abort_stale_round()
             with self._lock:
                 self._close_engine()
-                self._last_round = self._committed_round = -1
+                self._last_round, self._committed_round = (-1, -1), -1
         self._owner = owner
         return self.snapshot()
 
@@ -463,14 +464,13 @@ class WorkerSession:
         if self._owner is None:
             return {"need": "attach"}
         self._check_owner(message)
-        round_id = int(message["round_id"])
+        round_id, attempt = int(message["round_id"]), int(message["attempt"])
         if self._engine is None or self._session_id != message["session_id"]:
             return {"need": "connect"}
         with self._lock:
-            if round_id <= self._last_round:
-                raise StateError(
-                    f"round {round_id} is over: this worker has seen {self._last_round}"
-                )
+            if (round_id, attempt) <= self._last_round:
+                seen = ".".join(map(str, self._last_round))
+                raise StateError(f"round {round_id}.{attempt} is over: this worker has seen {seen}")
         if self._round is not None:
             self._abort_stale_round()
             return {"need": "connect"}
@@ -498,9 +498,10 @@ class WorkerSession:
         if preflight.problems:
             return {"problems": preflight.problems, "name": preflight.first_name}
         with self._lock:
-            self._last_round = round_id
+            self._last_round = (round_id, attempt)
             self._round = _Round(
                 round_id=round_id,
+                attempt=attempt,
                 version=int(message["version"]),
                 metadata=metadata,
                 partial=partial,
@@ -538,7 +539,7 @@ class WorkerSession:
         engine = self._engine
         if engine is None:
             raise StateError("update before connect: this worker has no open channel")
-        key = ("update", current.round_id)
+        key = ("update", current.round_id, current.attempt)
         wait_s = float(message.get("wait_s", 0.0))
         if message.get("payload") is not None:
             # Payloads ride on update calls; a call answers when its payload was consumed, so the
@@ -656,7 +657,7 @@ class WorkerSession:
             current.finished = True
             return {}
 
-        return self._drive(("finish", current.round_id), run, message)
+        return self._drive(("finish", current.round_id, current.attempt), run, message)
 
     def commit(self, message: dict[str, Any]) -> dict[str, Any]:
         """The version is recorded: make it live, reset the cache, resume. Safe to repeat."""
@@ -780,7 +781,10 @@ class WorkerSession:
     def _current(self, message: dict[str, Any]) -> _Round:
         self._check_owner(message)
         current = self._round
-        if current is None or current.round_id != int(message["round_id"]):
+        # a controller that completes or ends a dead trainer's round does not know the attempt
+        attempt = message.get("attempt", current.attempt if current is not None else 0)
+        key = (int(message["round_id"]), int(attempt))
+        if current is None or (current.round_id, current.attempt) != key:
             now = "none" if current is None else current.round_id
             raise StateError(
                 f"round {message['round_id']} is not open on this worker (open: {now})"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rayxfer.channel import SLICE_S, Channel, Link
-from rayxfer.client import outcome
+from rayxfer.client import lost_process, outcome
 from rayxfer.config import WeightTransferConfig
 from rayxfer.digest import digest
 from rayxfer.errors import (
@@ -30,6 +30,7 @@ from rayxfer.feed import Feed
 from rayxfer.metadata import ParamMeta, metadata_to_wire
 from rayxfer.packing import plain
 from rayxfer.source import WeightSource, whole
+from rayxfer.topology import process_gone
 
 __all__ = ["Broken", "Stream", "Vote"]
 
@@ -332,7 +333,7 @@ class Stream:
             if self._complete():
                 return None
             try:
-                event = self._events.get(timeout=0.25)
+                event = self._events.get(timeout=0.1)
             except queue.Empty:
                 broken = self._overdue()
             else:
@@ -434,7 +435,10 @@ class Stream:
         if since is not None and now - since > stall:
             error = self._timeout("stall_timeout_s", stall, None)
             return Broken(error, fatal=error)
-        for rank in self._links:
+        for rank, link in self._links.items():
+            if rank not in self.votes and process_gone(link.facts):
+                lost = lost_process(rank, "update")
+                return Broken(lost, lost={rank: lost})
             if (
                 rank not in self.votes
                 and self._outstanding[rank]
@@ -478,11 +482,14 @@ class Stream:
                 push.abort(broken.error)
         if broken.fatal is None and not broken.lost:
             until = time.monotonic() + _GRACE_S
-            while (left := until - time.monotonic()) > 0 and not broken.lost:
+            while time.monotonic() < until and not broken.lost:
+                for rank, link in self._links.items():
+                    if process_gone(link.facts):
+                        broken.lost[rank] = lost_process(rank, "update")
                 try:
-                    kind, index, what = self._events.get(timeout=left)
+                    kind, index, what = self._events.get(timeout=0.05)
                 except queue.Empty:
-                    break
+                    continue
                 if kind != "worker":
                     continue
                 answer = outcome(what, index)

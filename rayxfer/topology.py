@@ -37,6 +37,7 @@ class Facts:
         device: "cpu", or "cuda:<GPU UUID>" where the weights live.
         num_ranks: transport ranks behind this worker (1 for a plain one).
         torch_version: bare torch version.
+        pid_namespace, started: with boot_id and pid, what tells this process from any other.
     """
 
     protocol: int
@@ -48,6 +49,8 @@ class Facts:
     device: str = "cpu"
     num_ranks: int = 1
     torch_version: str = ""
+    pid_namespace: str = ""
+    started: str = ""
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,27 +124,22 @@ def local_facts(device: torch.device | None = None, *, num_ranks: int = 1) -> Fa
         device="cpu" if device is None else device_name(device),
         num_ranks=num_ranks,
         torch_version=str(torch.__version__).split("+")[0],
+        pid_namespace=_read_link("/proc/self/ns/pid"),
+        started=_start_time(os.getpid()),
     )
 
 
-def process_identity() -> dict[str, Any]:
-    """What tells this very process from any other, now or later, on this machine."""
-    return {
-        "boot_id": _boot_id(),
-        "pid_namespace": _read_link("/proc/self/ns/pid"),
-        "pid": os.getpid(),
-        "started": _start_time(os.getpid()),
-    }
+def process_gone(process: Facts) -> bool:
+    """True only if that process certainly is no more: it ran here, and cannot be found.
 
-
-def process_gone(identity: dict[str, Any]) -> bool:
-    """True only if that process certainly is no more: it ran here, and cannot be found."""
-    here = process_identity()
-    if identity["boot_id"] != here["boot_id"] or not identity["started"]:
+    Ray says so as well, but for a restartable actor only after about two seconds.
+    """
+    if process.boot_id != _boot_id() or not process.started:
         return False
-    if not here["pid_namespace"] or identity["pid_namespace"] != here["pid_namespace"]:
+    namespace = _read_link("/proc/self/ns/pid")
+    if not namespace or process.pid_namespace != namespace:
         return False
-    return bool(_start_time(identity["pid"]) != identity["started"])
+    return _start_time(process.pid) != process.started
 
 
 def _read_link(path: str) -> str:
