@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 import ray
 
-from rayxfer.client import is_lost, mapped_error, spawn
+from rayxfer.client import client_for, is_lost, mapped_error, spawn
 from rayxfer.config import WeightTransferConfig
 from rayxfer.coordinator import Coordinator
 from rayxfer.errors import (
@@ -22,7 +22,9 @@ from rayxfer.errors import (
     ControllerBusy,
     ControllerClosed,
     RayxferError,
+    TransferError,
     TransferTimeout,
+    portable_cause,
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.report import Status, SyncReport
@@ -215,6 +217,12 @@ class Controller:
                 f"backend lists {len(backend)} names for {len(workers)} workers: one per worker, or a "
                 "single name"
             )
+        seen: dict[str, int] = {}
+        for rank, worker in enumerate(workers):
+            client_for(worker).check()
+            first = seen.setdefault(Coordinator.key_of(worker), rank)
+            if first != rank:
+                raise ConfigError(f"workers {first} and {rank} are the same actor: it has one rank")
         for one in self._config.backends:
             if one != "auto":
                 self._entries[one] = WeightTransferEngineFactory.entry(one)
@@ -340,14 +348,15 @@ class Controller:
     def _sync_trainers(self, handles: list[Any], version: int | None, partial: bool) -> SyncReport:
         refs = [h.sync_weights.remote(self, version=version, partial=partial) for h in handles]
         reports: list[SyncReport] = []
-        first: Exception | None = None
-        for ref in refs:
+        errors: list[RayxferError] = []
+        for index, ref in enumerate(refs):
             try:
+                # no deadline: the call waits its turn in the trainer's own queue, and is bounded there
                 reports.append(ray.get(ref))
             except Exception as error:
-                first = first if first is not None else error
-        if first is not None:
-            raise mapped_error(first, None) from first
+                errors.append(_trainer_error(error, index))
+        if errors:
+            raise errors[0]
         return reports[0]
 
     def status(self) -> Status:
@@ -445,6 +454,17 @@ def _check_local(model: Any, source: WeightSource, trainer_group: Any) -> None:
             "a sync over several trainer ranks (DTensors, held_names() or trainer_group) is not built "
             "yet: gather on one rank and sync from there"
         )
+
+
+def _trainer_error(error: Exception, index: int) -> RayxferError:
+    if not is_lost(error):
+        return mapped_error(error, None)
+    return TransferError(
+        f"trainer {index} died during the sync ({type(error).__name__}): nothing was committed unless "
+        "status() says so; the controller frees its workers, and a new trainer can sync at once",
+        phase="update",
+        cause=portable_cause(error),
+    )
 
 
 def _creation_error(error: Exception) -> RayxferError:

@@ -104,21 +104,22 @@ class Coordinator:
         self._closed = False
         self._roster = ""
         self._survey: dict[int, Future[dict[str, Any]]] = {}
-        self._requested = [self._key(worker) for worker in workers]
+        self._requested = [self.key_of(worker) for worker in workers]
         for index, worker in enumerate(workers):
             self._add(self._next_rank, worker, config.backend_of(index))
 
     # ---- membership -----------------------------------------------------------------------------
 
     @staticmethod
-    def _key(worker: Any) -> str:
+    def key_of(worker: Any) -> str:
+        """The same for two handles of one actor."""
         actor_id = getattr(worker, "_actor_id", None)
         return str(id(worker)) if actor_id is None else str(actor_id.hex())
 
     def _add(self, rank: int, worker: Any, backend: str) -> _Member:
         client = client_for(worker)
         client.check()
-        if any(self._key(m.handle) == self._key(worker) for m in self._members.values()):
+        if any(self.key_of(m.handle) == self.key_of(worker) for m in self._members.values()):
             raise ConfigError(f"worker {rank} is already a member: a worker has one rank")
         member = _Member(rank, worker, client, backend, backend)
         self._members[rank] = member
@@ -181,7 +182,7 @@ class Coordinator:
                         self._version = max(self._version, answer["version"])
                     for entry in owner["roster"]:
                         if all(
-                            self._key(m.handle) != self._key(entry["handle"])
+                            self.key_of(m.handle) != self.key_of(entry["handle"])
                             for m in self._members.values()
                         ):
                             self._add(entry["rank"], entry["handle"], entry["backend"])
@@ -304,8 +305,8 @@ class Coordinator:
                     raise ConfigError(f"no worker {rank}: members are {sorted(self._members)}")
                 chosen[rank] = self._members[rank]
             for worker in workers:
-                key = self._key(worker)
-                found = [m for m in self._members.values() if self._key(m.handle) == key]
+                key = self.key_of(worker)
+                found = [m for m in self._members.values() if self.key_of(m.handle) == key]
                 if not found:
                     raise ConfigError(f"{worker!r} is not a member")
                 chosen[found[0].rank] = found[0]
@@ -554,7 +555,13 @@ class Coordinator:
 
     def _expire(self, opened: _Open) -> None:
         """The trainer is gone: free its workers. A committed round is completed, another aborted."""
-        self._open = None
+        try:
+            self._free_workers(opened)
+        finally:
+            self._open = None
+        self._drop_leaving()
+
+    def _free_workers(self, opened: _Open) -> None:
         timeout = self._config.stall_timeout_s
         message = {
             "controller_id": self._controller_id,
@@ -573,7 +580,6 @@ class Coordinator:
                 member.state, member.error = WorkerState.LOST, answer
             else:
                 self._learn_again(member)
-        self._drop_leaving()
 
     def _learn_again(self, member: _Member) -> None:
         answer = self._ask_all([member], "snapshot", {}, _REJOIN_TIMEOUT_S)[member.rank]
@@ -641,7 +647,7 @@ class Coordinator:
         Raises:
             ConfigError: naming the difference.
         """
-        if workers is not None and [self._key(worker) for worker in workers] != self._requested:
+        if workers is not None and [self.key_of(worker) for worker in workers] != self._requested:
             raise ConfigError(
                 f"controller {self._name!r} is running with other workers: attach with the name "
                 "alone, or choose another name"
