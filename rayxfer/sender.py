@@ -69,6 +69,7 @@ class _Row:
     seconds: float = 0.0
     verified: str = "off"
     complete: bool | None = None
+    finish: bool = False
     casts: dict[str, str] = field(default_factory=dict)
     error: RayxferError | None = None
     left_as: WorkerState = WorkerState.READY
@@ -138,6 +139,7 @@ class Sender:
         self._base: dict[str, Any] = {}
         self._owner: dict[str, Any] = {}
         self._previous: dict[str, int] = {}
+        self._last: tuple[list[ParamMeta], tuple[ParamMeta, ...], str] | None = None
         self.lock = threading.Lock()
 
     def close(self) -> None:
@@ -151,8 +153,7 @@ class Sender:
     def sync(self, source: WeightSource, *, version: int | None, partial: bool) -> SyncReport:
         """One round. See `Controller.sync_weights` for errors and the state after them."""
         start = time.monotonic()
-        metadata = checked_metadata(source)
-        digest = metadata_digest(metadata)
+        metadata, digest = self._described(source)
         grant = self._coordinator.begin(
             {
                 "version": version,
@@ -200,6 +201,14 @@ class Sender:
                 cause=failed[0].error,
             )
         return report
+
+    def _described(self, source: WeightSource) -> tuple[tuple[ParamMeta, ...], str]:
+        """The source's metadata, checked, and its digest; remembered, since it rarely changes."""
+        offered = source.metadata()
+        if self._last is None or self._last[0] != offered:
+            metadata = checked_metadata(source, offered)
+            self._last = (list(offered), metadata, metadata_digest(metadata))
+        return self._last[1], self._last[2]
 
     def _run(self, call: _Call) -> None:
         while True:
@@ -537,7 +546,7 @@ class Sender:
                 self._channel_of(link).dirty = True
                 failed.append(link)
             else:
-                row.verified, row.complete = vote.verified, vote.complete
+                row.verified, row.complete, row.finish = vote.verified, vote.complete, vote.finish
         if failed:
             self._abort_workers(call, failed)
 
@@ -596,7 +605,8 @@ class Sender:
         if not links:
             raise self._nobody(call)
         failed = []
-        for rank, answer in self._fan_out(call, links, "finish", lambda link: {}).items():
+        asked = [link for link in links if call.rows[link.rank].finish]
+        for rank, answer in self._fan_out(call, asked, "finish", lambda link: {}).items():
             if isinstance(answer, RayxferError):
                 lost = isinstance(answer, (WorkerLost, TransferTimeout))
                 call.rows[rank].fail(answer, WorkerState.LOST if lost else WorkerState.TORN)

@@ -128,6 +128,22 @@ class _Round:
     finished: bool = False
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """What the sender offers, kept from round to round: it is sent again only when it changed."""
+
+    digest: str
+    metadata: tuple[ParamMeta, ...]
+    wire: dict[str, Any]
+
+    @classmethod
+    def read(cls, wire: Any, digest: str) -> _Offer:
+        metadata = metadata_from_wire(wire)
+        if metadata_digest(metadata) != digest:
+            raise ContractError("the metadata does not match its digest")
+        return cls(digest, metadata, {k: wire[k] for k in ("names", "dtype_names", "shapes")})
+
+
 class _LoadWeights:
     """The `load_weights` that an engine is given: counts, checks, digests, then loads.
 
@@ -264,7 +280,8 @@ class WorkerSession:
         self._config = WeightTransferConfig()
         self._round: _Round | None = None
         self._load: _LoadWeights | None = None
-        self._metadata: dict[str, tuple[ParamMeta, ...]] = {}
+        self._offer: _Offer | None = None
+        self._memo: dict[str, Any] = {}
         self._learned: dict[str, frozenset[str]] = {}
         self._owner: dict[str, Any] | None = None
         self._last_round = (-1, -1)
@@ -474,19 +491,15 @@ class WorkerSession:
         if self._round is not None:
             self._abort_stale_round()
             return {"need": "connect"}
-        metadata = self._metadata.get(message["metadata_digest"])
-        if metadata is None:
+        offer = self._offer
+        if offer is None or offer.digest != message["metadata_digest"]:
             if "metadata" not in message:
                 return {"need": "metadata"}
-            metadata = metadata_from_wire(message["metadata"])
-            if metadata_digest(metadata) != message["metadata_digest"]:
-                raise ContractError("the metadata does not match its digest")
-            self._metadata = {message["metadata_digest"]: metadata}
+            offer = self._offer = _Offer.read(message["metadata"], message["metadata_digest"])
+        metadata = offer.metadata
         update_info = self._engine.parse_update_info(
             {
-                "names": [m.name for m in metadata],
-                "dtype_names": [dtype_name(m.dtype) for m in metadata],
-                "shapes": [list(m.shape) for m in metadata],
+                **offer.wire,
                 **self._config.update_info,
                 **message["update_info"],
             }
@@ -494,7 +507,7 @@ class WorkerSession:
         partial = bool(message["partial"])
         checkpoint_format = bool(getattr(update_info, "is_checkpoint_format", True))
         loader = self._make_loader(checkpoint_format)
-        preflight = loader.preflight(metadata, partial=partial)
+        preflight = loader.preflight(metadata, partial=partial, memo=self._memo)
         if preflight.problems:
             return {"problems": preflight.problems, "name": preflight.first_name}
         with self._lock:
@@ -632,10 +645,13 @@ class WorkerSession:
                 name=unproven[0],
             )
         current.voted = True
+        # nothing to run between the votes and the record: no call needed for it
+        current.finished = self._finish_hook(current) is None
         return {
             "digests": digests,
             "verified": verified,
             "complete": None if unproven is None else not unproven,
+            "finish": not current.finished,
         }
 
     def finish(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -643,21 +659,21 @@ class WorkerSession:
         current = self._current(message)
         if not current.voted:
             raise StateError(f"finish before the vote in round {current.round_id}")
-        loader = current.loader
-        staged = self._config.load_mode == "staged"
-        hook = self._binding.finish_update if current.checkpoint_format else None
-        if current.finished or staged or hook is None:
-            loader.finish()
-            current.finished = True
+        hook = self._finish_hook(current)
+        if current.finished or hook is None:
             return {"done": True}
 
         def run() -> dict[str, Any]:
-            loader.finish()
             hook()
             current.finished = True
             return {}
 
         return self._drive(("finish", current.round_id, current.attempt), run, message)
+
+    def _finish_hook(self, current: _Round) -> Callable[[], Any] | None:
+        """What is to run before the record; a staged load runs it once its weights are live."""
+        staged = self._config.load_mode == "staged"
+        return self._binding.finish_update if current.checkpoint_format and not staged else None
 
     def commit(self, message: dict[str, Any]) -> dict[str, Any]:
         """The version is recorded: make it live, reset the cache, resume. Safe to repeat."""

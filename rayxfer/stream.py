@@ -51,6 +51,8 @@ class Vote:
     digests: Sequence[int] = ()
     verified: str = "off"
     complete: bool | None = None
+    finish: bool = False
+    """Whether the worker has something to run before the version is recorded."""
 
 
 @dataclass
@@ -409,7 +411,17 @@ class Stream:
         self._moved[index] = now
         digests = array.array("Q")
         digests.frombytes(answer["digests"])
-        return self._vote(Vote(rank, now, None, digests, answer["verified"], answer["complete"]))
+        return self._vote(
+            Vote(
+                rank,
+                now,
+                None,
+                digests,
+                answer["verified"],
+                answer["complete"],
+                answer["finish"],
+            )
+        )
 
     def _sent_all(self, index: int) -> bool:
         return index in self._sent or self._feeds[index].handed == len(self._metadata)

@@ -8,7 +8,7 @@ this one travels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,16 +16,18 @@ import torch
 from rayxfer.base import LoadWeights
 from rayxfer.errors import ContractError
 from rayxfer.metadata import ParamMeta, metadata_from_wire
-from rayxfer.packing import Bucket, as_bytes, plain, plan_buckets, view_piece, write_piece
+from rayxfer.packing import Bucket, Layout, as_bytes, plain, unpack
 
 __all__ = [
     "Group",
+    "Layouts",
     "deliver",
+    "deliver_alone",
     "expect_end",
+    "fill",
     "next_tensor",
     "receive_buckets",
     "send_buckets",
-    "wire_metadata",
 ]
 
 IN_FLIGHT = 2
@@ -53,11 +55,30 @@ class Group(ABC):
         """Release everything. Safe to call twice."""
 
 
-def wire_metadata(update_info: Any) -> tuple[ParamMeta, ...]:
-    """The metadata in a built-in engine's update info (a dict or the typed dataclass)."""
-    if not isinstance(update_info, dict):
-        update_info = {k: getattr(update_info, k) for k in ("names", "dtype_names", "shapes")}
-    return metadata_from_wire(update_info)
+class Layouts:
+    """The layout of a channel's update infos: the same one as long as the same tensors are sent."""
+
+    def __init__(self, bucket_size_bytes: int) -> None:
+        self._bucket_size_bytes = bucket_size_bytes
+        self._wire: dict[str, Any] = {}
+        self._layout = Layout((), bucket_size_bytes)
+
+    def get(self, update_info: Any) -> Layout:
+        """For a built-in engine's update info (a dict, or the typed dataclass).
+
+        Raises:
+            ContractError: it does not describe tensors.
+        """
+        keys = ("names", "dtype_names", "shapes")
+        wire = (
+            {k: update_info.get(k) for k in keys}
+            if isinstance(update_info, dict)
+            else {k: getattr(update_info, k) for k in keys}
+        )
+        if wire != self._wire:
+            self._layout = Layout(metadata_from_wire(wire), self._bucket_size_bytes)
+            self._wire = wire
+        return self._layout
 
 
 def next_tensor(iterator: Iterator[tuple[str, torch.Tensor]], meta: ParamMeta) -> torch.Tensor:
@@ -98,13 +119,14 @@ def send_buckets(
     group: Group,
     staging: Staging,
     iterator: Iterator[tuple[str, torch.Tensor]],
-    metadata: Sequence[ParamMeta],
+    layout: Layout,
     bucket_size_bytes: int,
 ) -> None:
     """Sender: pack and broadcast every bucket. Returns when all bytes are out."""
     pending: list[Any] = []
     turn = 0
-    for bucket in plan_buckets(metadata, bucket_size_bytes).buckets:
+    metadata = layout.metadata
+    for bucket in layout.plan.buckets:
         if bucket.num_bytes > bucket_size_bytes:
             # One large tensor travels alone, from where it lies: no staging. Drained at once, since
             # its owner may change it as soon as the next one is asked for.
@@ -118,14 +140,27 @@ def send_buckets(
         if len(pending) == IN_FLIGHT:
             group.wait(pending.pop(0))
         buffer = staging.get(turn, bucket.num_bytes)
-        for piece in bucket.pieces:
-            write_piece(piece, next_tensor(iterator, metadata[piece.tensor]), buffer)
+        fill(layout, bucket, iterator, buffer)
         if bucket.num_bytes:
             pending.append(group.start(buffer))
             turn += 1
     expect_end(iterator)
     while pending:
         group.wait(pending.pop(0))
+
+
+def fill(
+    layout: Layout,
+    bucket: Bucket,
+    iterator: Iterator[tuple[str, torch.Tensor]],
+    buffer: torch.Tensor,
+) -> None:
+    """Take the bucket's tensors from the stream and copy them to their places in a kept buffer."""
+    with torch.no_grad():
+        for piece, (_, view) in zip(bucket.pieces, layout.views(bucket, buffer), strict=True):
+            tensor = next_tensor(iterator, layout.metadata[piece.tensor])
+            if piece.num_bytes:
+                view.copy_(tensor)
 
 
 def expect_end(iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -142,12 +177,12 @@ def expect_end(iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
 def receive_buckets(
     group: Group,
     staging: Staging,
-    metadata: Sequence[ParamMeta],
+    layout: Layout,
     bucket_size_bytes: int,
     load_weights: LoadWeights,
 ) -> None:
     """Worker: receive every bucket and hand over its tensors, the next one already on its way."""
-    buckets = plan_buckets(metadata, bucket_size_bytes).buckets
+    metadata, buckets = layout.metadata, layout.plan.buckets
     started: list[tuple[Bucket, torch.Tensor | None, Any, bool]] = []
     turn = 0
 
@@ -180,14 +215,10 @@ def receive_buckets(
         bucket, buffer, work, landed = started[0]
         if work is not None:
             group.wait(work)
-        deliver(
-            bucket,
-            metadata,
-            buffer,
-            load_weights,
-            landed=landed,
-            bucket_size_bytes=bucket_size_bytes,
-        )
+        if buffer is not None and bucket.num_bytes <= bucket_size_bytes:
+            deliver(layout, bucket, buffer, load_weights)
+        else:
+            deliver_alone(layout, bucket, buffer, load_weights, landed=landed)
         started.pop(0)
         following = next(ahead, None)
         if following is not None:
@@ -203,29 +234,34 @@ def _landing(
 
 
 def deliver(
+    layout: Layout, bucket: Bucket, buffer: torch.Tensor, load_weights: LoadWeights
+) -> None:
+    """Hand over a bucket in a kept buffer: views where the loader only copies, else its own memory."""
+    views = layout.views(bucket, buffer)
+    if not getattr(load_weights, "copies_only", False):
+        views = [(name, view.clone()) for name, view in views]
+    load_weights(views)
+
+
+def deliver_alone(
+    layout: Layout,
     bucket: Bucket,
-    metadata: Sequence[ParamMeta],
     buffer: torch.Tensor | None,
     load_weights: LoadWeights,
     *,
     landed: bool,
-    bucket_size_bytes: int,
 ) -> None:
-    """Hand one complete bucket to the loader: views where it only copies, else its own memory.
+    """Hand over a bucket whose buffer is nobody else's (or that has no bytes): given away as it is.
 
-    A buffer of a large tensor is nobody else's, so it is given away without another copy.
+    `landed`: the buffer is the loader's own place for the one tensor with bytes.
     """
-    views = getattr(load_weights, "copies_only", False) or bucket.num_bytes > bucket_size_bytes
+    if buffer is None:
+        buffer = torch.empty(0, dtype=torch.uint8)
     items: list[tuple[str, torch.Tensor]] = []
-    for piece in bucket.pieces:
-        meta = metadata[piece.tensor]
+    for piece, item in zip(bucket.pieces, unpack(bucket, layout.metadata, buffer), strict=True):
         if landed and piece.num_bytes:
-            load_weights.landed(meta.name)  # type: ignore[attr-defined]
-            continue
-        if buffer is None or not piece.num_bytes:
-            items.append((meta.name, torch.empty(meta.shape, dtype=meta.dtype)))
-            continue
-        view = view_piece(piece, meta, buffer)
-        items.append((meta.name, view if views else view.clone()))
+            load_weights.landed(item[0])  # type: ignore[attr-defined]
+        else:
+            items.append(item)
     if items:
         load_weights(items)

@@ -28,7 +28,7 @@ from rayxfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from rayxfer.engines.collective import Group, Staging, receive_buckets, send_buckets, wire_metadata
+from rayxfer.engines.collective import Group, Layouts, Staging, receive_buckets, send_buckets
 from rayxfer.engines.rendezvous import Rendezvous, RendezvousStore
 from rayxfer.errors import BackendUnavailable, StateError, TransferError
 from rayxfer.topology import routable_address, same_host
@@ -136,6 +136,7 @@ class _Channel:
     rendezvous: Rendezvous
     plan: SessionPlan
     staging: Staging
+    layouts: Layouts
     group: GlooGroup | None = None
     closed: bool = False
 
@@ -152,6 +153,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     _store: RendezvousStore | None = None
     _info: GlooInitInfo | None = None
     _staging: Staging | None = None
+    _layouts: Layouts
 
     @classmethod
     def check_available(cls) -> None:
@@ -166,6 +168,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             (init_info.master_address, init_info.master_port), init_info.token, init_info.timeout_s
         )
         self._staging = Staging(torch.device("cpu"))
+        self._layouts = Layouts(init_info.bucket_size_bytes)
         self._group = GlooGroup(
             self._store,
             init_info.rank_offset + self.parallel_config.rank,
@@ -181,7 +184,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         receive_buckets(
             self._group,
             self._staging,
-            wire_metadata(update_info),
+            self._layouts.get(update_info),
             self._info.bucket_size_bytes,
             load_weights,
         )
@@ -214,7 +217,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             channel.group,
             channel.staging,
             iterator,
-            wire_metadata(trainer_args["update_info"]),
+            channel.layouts.get(trainer_args["update_info"]),
             channel.plan.bucket_size_bytes,
         )
 
@@ -234,7 +237,9 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             "timeout_s": plan.deadline_s,
             **plan.config.init_info,
         }
-        channel = _Channel(rendezvous, plan, Staging(torch.device("cpu")))
+        channel = _Channel(
+            rendezvous, plan, Staging(torch.device("cpu")), Layouts(plan.bucket_size_bytes)
+        )
         return channel, [dict(info) for _ in plan.workers]
 
     @classmethod

@@ -22,9 +22,9 @@ from rayxfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from rayxfer.engines.collective import deliver, expect_end, next_tensor, wire_metadata
+from rayxfer.engines.collective import Layouts, deliver_alone, expect_end, next_tensor
 from rayxfer.errors import BackendUnavailable, StateError, TransferError
-from rayxfer.packing import plan_buckets, write_piece
+from rayxfer.packing import unpack, write_piece
 
 __all__ = ["ObjectStoreEngine", "ObjectStoreInitInfo", "ObjectStoreUpdateInfo"]
 
@@ -77,6 +77,7 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, ObjectStoreUpd
     default_bucket_size_bytes = 32 << 20
 
     _info: ObjectStoreInitInfo | None = None
+    _layouts: Layouts
 
     def __init__(self, config: Any = None, parallel_config: Any = None) -> None:
         super().__init__(config, parallel_config)
@@ -98,6 +99,7 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, ObjectStoreUpd
         """Raises BackendUnavailable without a running Ray."""
         self.check_available()
         self._info = init_info
+        self._layouts = Layouts(init_info.bucket_size_bytes)
 
     def on_push(self, sequence: int, payload: Any) -> threading.Event:
         return self._inbox.add(sequence, payload)
@@ -109,21 +111,19 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, ObjectStoreUpd
         if self._info is None:
             raise StateError("object_store: receive_weights before init_transfer_engine")
         inbox = self._inbox
-        metadata = wire_metadata(update_info)
-        for bucket in plan_buckets(metadata, self._info.bucket_size_bytes).buckets:
+        layout = self._layouts.get(update_info)
+        for bucket in layout.plan.buckets:
             payload, consumed = self._next(inbox)
             array = self._get(payload[0])
             buffer = None
             if bucket.num_bytes:
                 buffer = _readonly_tensor(array)
-            deliver(
-                bucket,
-                metadata,
-                buffer,
-                load_weights,
-                landed=False,
-                bucket_size_bytes=bucket.num_bytes,
-            )
+            if getattr(load_weights, "copies_only", False) or buffer is None:
+                deliver_alone(layout, bucket, buffer, load_weights, landed=False)
+            else:
+                views = unpack(bucket, layout.metadata, buffer)
+                load_weights([(name, view.clone()) for name, view in views])
+                del views
             del payload, array, buffer
             consumed.set()
         self._inbox = _Inbox()
@@ -162,10 +162,10 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, ObjectStoreUpd
         import numpy
         import ray
 
-        plan: SessionPlan = trainer_args["channel"]
+        layouts: Layouts = trainer_args["channel"]
         push = trainer_args["push"]
-        metadata = wire_metadata(trainer_args["update_info"])
-        buckets = plan_buckets(metadata, plan.bucket_size_bytes).buckets
+        layout = layouts.get(trainer_args["update_info"])
+        metadata, buckets = layout.metadata, layout.plan.buckets
         for bucket in buckets:
             # ray.put copies, so one scratch buffer would do; but a fresh one is not zeroed and lets
             # the put of this bucket overlap nothing of the next.
@@ -183,10 +183,10 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, ObjectStoreUpd
         push.wait(len(buckets) - 1)
 
     @classmethod
-    def trainer_open(cls, plan: SessionPlan) -> tuple[SessionPlan, list[dict[str, Any]]]:
+    def trainer_open(cls, plan: SessionPlan) -> tuple[Layouts, list[dict[str, Any]]]:
         cls.check_available()
         info = {"bucket_size_bytes": plan.bucket_size_bytes, **plan.config.init_info}
-        return plan, [dict(info) for _ in plan.workers]
+        return Layouts(plan.bucket_size_bytes), [dict(info) for _ in plan.workers]
 
 
 def _readonly_tensor(array: Any) -> torch.Tensor:

@@ -20,10 +20,17 @@ from rayxfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from rayxfer.engines.collective import deliver, expect_end, next_tensor, wire_metadata
+from rayxfer.engines.collective import (
+    Layouts,
+    deliver,
+    deliver_alone,
+    expect_end,
+    fill,
+    next_tensor,
+)
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.errors import BackendUnavailable, StateError
-from rayxfer.packing import ALIGNMENT_BYTES, align, as_bytes, plain, plan_buckets, write_piece
+from rayxfer.packing import ALIGNMENT_BYTES, align, as_bytes, plain
 
 __all__ = ["ShmEngine", "ShmInitInfo", "ShmUpdateInfo"]
 
@@ -58,6 +65,15 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
     shapes: list[list[int]]
 
 
+@dataclass
+class _Channel:
+    ring: RingWriter
+    layouts: Layouts
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
 class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     """A ring in a memory file. See the module's text."""
 
@@ -67,7 +83,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     default_bucket_size_bytes = 4 << 20
 
     _ring: RingReader | None = None
-    _info: ShmInitInfo | None = None
+    _layouts: Layouts | None = None
 
     @classmethod
     def check_available(cls) -> None:
@@ -76,7 +92,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Map the sender's ring. Raises BackendUnavailable where it cannot be opened."""
-        self._info = init_info
+        self._layouts = Layouts(init_info.bucket_size_bytes)
         self._ring = RingReader(
             reader=self.parallel_config.rank,
             pid=init_info.pid,
@@ -88,29 +104,21 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def receive_weights(self, update_info: ShmUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive one round. Raises TransferError when the round is aborted."""
-        ring, info = self._ring, self._info
-        if ring is None or info is None:
+        ring = self._ring
+        if ring is None or self._layouts is None:
             raise StateError("shm: receive_weights before init_transfer_engine")
-        metadata = wire_metadata(update_info)
-        size = info.bucket_size_bytes
+        layout = self._layouts.get(update_info)
         landing = getattr(load_weights, "landing", None)
         progress = getattr(load_weights, "progress", None)
-        for bucket in plan_buckets(metadata, size).buckets:
-            if bucket.num_bytes <= ring.slot_bytes:
-                buffer = ring.slot() if bucket.num_bytes else None
-                # a bucket over the user's size sits in the ring all the same: views, as any other
-                deliver(
-                    bucket,
-                    metadata,
-                    buffer,
-                    load_weights,
-                    landed=False,
-                    bucket_size_bytes=ring.slot_bytes,
-                )
-                if buffer is not None:
-                    ring.release()
+        for bucket in layout.plan.buckets:
+            if not bucket.num_bytes:
+                deliver_alone(layout, bucket, None, load_weights, landed=False)
                 continue
-            meta = metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
+            if bucket.num_bytes <= ring.slot_bytes:
+                deliver(layout, bucket, ring.slot(), load_weights)
+                ring.release()
+                continue
+            meta = layout.metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
             place = landing(meta.name) if landing is not None else None
             target = (
                 place if place is not None else torch.empty(bucket.num_bytes, dtype=torch.uint8)
@@ -121,14 +129,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 ring.release()
                 if progress is not None:
                     progress(0)
-            deliver(
-                bucket,
-                metadata,
-                target,
-                load_weights,
-                landed=place is not None,
-                bucket_size_bytes=ring.slot_bytes,
-            )
+            deliver_alone(layout, bucket, target, load_weights, landed=place is not None)
 
     def abort(self) -> None:
         if self._ring is not None:
@@ -145,20 +146,16 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any]
     ) -> None:
         """Write one round into the ring; returns once every worker has read it."""
-        ring, plan = trainer_args["channel"]
-        metadata = wire_metadata(trainer_args["update_info"])
-        for bucket in plan_buckets(metadata, plan.bucket_size_bytes).buckets:
+        channel: _Channel = trainer_args["channel"]
+        ring, layout = channel.ring, channel.layouts.get(trainer_args["update_info"])
+        for bucket in layout.plan.buckets:
             if bucket.num_bytes <= ring.slot_bytes:
-                slot = ring.slot() if bucket.num_bytes else None
-                for piece in bucket.pieces:
-                    tensor = next_tensor(iterator, metadata[piece.tensor])
-                    if slot is not None:
-                        write_piece(piece, tensor, slot)
-                if slot is not None:
+                fill(layout, bucket, iterator, ring.slot() if bucket.num_bytes else _NOTHING)
+                if bucket.num_bytes:
                     ring.publish()
                 continue
             for piece in bucket.pieces:
-                tensor = next_tensor(iterator, metadata[piece.tensor])
+                tensor = next_tensor(iterator, layout.metadata[piece.tensor])
                 if not piece.num_bytes:
                     continue
                 flat = as_bytes(plain(tensor))
@@ -170,9 +167,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         ring.drain()
 
     @classmethod
-    def trainer_open(
-        cls, plan: SessionPlan
-    ) -> tuple[tuple[RingWriter, SessionPlan], list[dict[str, Any]]]:
+    def trainer_open(cls, plan: SessionPlan) -> tuple[_Channel, list[dict[str, Any]]]:
         cls.check_available()
         slot_bytes = align(max(plan.bucket_size_bytes, _MIN_SLOT_BYTES), ALIGNMENT_BYTES)
         ring = RingWriter(
@@ -183,12 +178,13 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             "bucket_size_bytes": plan.bucket_size_bytes,
             **plan.config.init_info,
         }
-        return (ring, plan), [dict(info) for _ in plan.workers]
+        channel = _Channel(ring, Layouts(plan.bucket_size_bytes))
+        return channel, [dict(info) for _ in plan.workers]
 
     @classmethod
-    def trainer_abort(cls, channel: tuple[RingWriter, SessionPlan]) -> None:
-        channel[0].abort()
+    def trainer_abort(cls, channel: _Channel) -> None:
+        channel.ring.abort()
 
     @classmethod
-    def trainer_close(cls, channel: tuple[RingWriter, SessionPlan]) -> None:
-        channel[0].close()
+    def trainer_close(cls, channel: _Channel) -> None:
+        channel.ring.close()
