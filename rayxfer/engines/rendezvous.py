@@ -61,6 +61,7 @@ class Rendezvous:
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
             block_on_close = False
+            request_queue_size = 1024  # all workers come at once; a full queue costs them seconds
             address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         self._server = Server((host, 0), Handler)
@@ -105,7 +106,7 @@ class Rendezvous:
         with self._changed:
             while key not in self._values:
                 left = deadline - time.monotonic()
-                if left <= 0 or self._closed:
+                if not left > 0 or self._closed:  # nor for NaN, which a peer may ask for
                     return None
                 self._changed.wait(left)
             return self._values[key]
