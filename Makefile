@@ -4,6 +4,8 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?=
+DRILLS_ARGS ?=
+SOAK_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -12,7 +14,7 @@ STAMP := $(VENV)/.stamp
 export RAY_USAGE_STATS_ENABLED := 0
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint bench drills soak clean
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +33,12 @@ lint: $(STAMP) ## ruff, mypy and the import rules
 
 bench: $(STAMP) ## measure syncs side by side
 	$(PY) -m benchmarks.sync
+
+drills: $(STAMP) ## kill workers, trainers and controllers, 160 times in all (DRILLS_ARGS=...)
+	$(PY) -m benchmarks.drills $(DRILLS_ARGS)
+
+soak: $(STAMP) ## a random life of a fleet: 300 rounds, 20 minutes (SOAK_ARGS=...)
+	$(PY) -m benchmarks.soak $(SOAK_ARGS)
 
 clean: ## remove .venv, caches and build outputs
 	rm -rf $(VENV) build dist *.egg-info benchmarks/out
