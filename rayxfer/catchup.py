@@ -58,6 +58,7 @@ class _OneRound:
         return {
             "round_id": self._message["round_id"],
             "version": self._message["version"],
+            "base": 0,
             "versions": {member["rank"]: 0},
             "lost": {},
             "roster": "",

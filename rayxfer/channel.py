@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rayxfer.base import SessionPlan, WeightTransferEngine
-from rayxfer.client import WorkerClient, outcome, spawn
+from rayxfer.client import WorkerClient, lost_process, outcome, spawn
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
     BackendUnavailable,
@@ -23,7 +23,7 @@ from rayxfer.errors import (
     portable_cause,
 )
 from rayxfer.factory import EngineEntry
-from rayxfer.topology import Facts
+from rayxfer.topology import Facts, process_gone
 
 __all__ = ["Channel", "Link", "connect"]
 
@@ -195,10 +195,14 @@ def _await_all(channel: Channel, messages: list[dict[str, Any]], deadline: float
                 phase="connect",
                 worker=late[0] if late else None,
             )
-        changed.wait(min(left, 0.5) if not problems else min(left, 0.2))
+        changed.wait(min(left, 0.1))
         changed.clear()
         for position, future in list(pending.items()):
+            link = channel.links[position]
             if not future.done():
+                if process_gone(link.facts):
+                    del pending[position]
+                    problems[position] = lost_process(link.rank, "connect")
                 continue
             del pending[position]
             answer = outcome(future, channel.links[position].rank)

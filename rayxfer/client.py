@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from rayxfer.errors import ConfigError, RayxferError, TransferError, WorkerLost, portable_cause
 from rayxfer.session import WorkerSession
+from rayxfer.topology import Facts, process_gone
 
 __all__ = ["InProcessClient", "RayClient", "WorkerClient", "client_for"]
 
@@ -126,6 +128,27 @@ def mapped_error(error: BaseException, rank: int | None) -> RayxferError:
     return TransferError(
         f"{type(shown).__name__}: {shown}", worker=rank, cause=portable_cause(shown)
     )
+
+
+def wait_answers(
+    futures: dict[int, Future[dict[str, Any]]], facts: dict[int, Facts], timeout_s: float
+) -> dict[int, dict[str, Any] | RayxferError | None]:
+    """Answers by rank: ours, an error, or None for one that did not answer in time. A worker whose
+    process is seen to be gone is not waited for."""
+    answers: dict[int, dict[str, Any] | RayxferError | None] = dict.fromkeys(futures)
+    deadline = time.monotonic() + timeout_s
+    pending = dict(futures)
+    while pending:
+        done, _ = wait(pending.values(), timeout=min(0.1, max(0.0, deadline - time.monotonic())))
+        for rank, future in list(pending.items()):
+            if future in done or future.done():
+                answers[rank] = outcome(pending.pop(rank), rank)
+            elif process_gone(facts[rank]):
+                answers[rank] = lost_process(rank, "connect")
+                del pending[rank]
+        if time.monotonic() >= deadline:
+            break
+    return answers
 
 
 def lost_process(rank: int, phase: str) -> WorkerLost:

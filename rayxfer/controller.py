@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -131,6 +132,15 @@ class _Remote:
         answer: dict[str, Any] = self.call("begin", request)
         return answer
 
+    def alive(self) -> bool:
+        try:
+            self.call("controller_id", timeout_s=1.0)
+        except ControllerClosed:
+            return False
+        except TransferTimeout:
+            return True
+        return True
+
     def renew(self, claim: dict[str, Any]) -> None:
         self.call("renew", claim, timeout_s=5.0)
 
@@ -141,8 +151,24 @@ class _Remote:
         self.call("settle", claim, rows)
 
 
-_senders: dict[str, Sender] = {}
+# One sender per controller and process, however many copies of the handle there are: channels are
+# worth keeping. The creator's handle owns its sender, so that dropping the handle drops the
+# controller. Copies come and go with every call to a trainer actor, so theirs are pinned, until the
+# controller is found to be gone.
+_senders: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
+_pinned: dict[str, Sender] = {}
 _senders_lock = threading.Lock()
+
+
+def _unpin_the_dead() -> None:
+    for key, sender in list(_pinned.items()):
+        if sender.lock.acquire(blocking=False):
+            try:
+                if sender.orphaned():
+                    _pinned.pop(key, None)
+                    sender.close()
+            finally:
+                sender.lock.release()
 
 
 class Controller:
@@ -185,6 +211,8 @@ class Controller:
         self._name = name if name is not None else f"rayxfer-{uuid.uuid4().hex[:12]}"
         self._entries: dict[str, EngineEntry] = {}
         self._workers: list[Any] | None = None
+        self._own: Sender | None = None
+        self._origin = False
         if workers is None:
             self._attach()
         else:
@@ -255,6 +283,7 @@ class Controller:
                 pickle.dumps(self._entries),
                 uuid.uuid4().hex[:16],
             )
+            self._origin = True
             self._remote().call("open")
         except BaseException as error:
             actor = getattr(self, "_actor", None)
@@ -277,7 +306,7 @@ class Controller:
         return self._config
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_workers": None}
+        return {**self.__dict__, "_workers": None, "_own": None, "_origin": False}
 
     def __repr__(self) -> str:
         return f"Controller(name={self._name!r})"
@@ -289,12 +318,17 @@ class Controller:
         return _Remote(self._actor, self._name, timeout)
 
     def _sender(self) -> Sender:
-        """One per controller and process, however many copies of the handle there are."""
         key = str(self._actor._actor_id.hex())
         with _senders_lock:
-            if key not in _senders:
-                _senders[key] = Sender(self._remote(), dict(self._entries))
-            return _senders[key]
+            sender = _senders.get(key)
+            if sender is None:
+                _unpin_the_dead()
+                sender = _senders[key] = Sender(self._remote(), dict(self._entries))
+            if self._origin:
+                self._own = sender
+            else:
+                _pinned[key] = sender
+            return sender
 
     def sync_weights(
         self,
@@ -402,8 +436,11 @@ class Controller:
 
     def shutdown(self) -> None:
         """End the controller and let the workers go; never kills them. Safe to call twice."""
+        key = str(self._actor._actor_id.hex())
         with _senders_lock:
-            sender = _senders.pop(str(self._actor._actor_id.hex()), None)
+            sender = _senders.pop(key, None)
+            _pinned.pop(key, None)
+            self._own = None
         if sender is not None:
             sender.close()
         if not ray.is_initialized():

@@ -435,11 +435,15 @@ class Coordinator:
             members = list(self._members.values())
             away = [m for m in members if m.state == WorkerState.LOST or m.facts is None]
             lost = self._welcome(away, min(_REJOIN_TIMEOUT_S, self._config.connect_timeout_s))
+            if request["partial"]:
+                # a part builds on the committed version: give that to whoever can have it first
+                self._catch_up([m for m in members if m.rank not in lost])
             self._open = _Open(self._next_round, version, time.monotonic(), process)
             self._next_round += 1
             grant: dict[str, Any] = {
                 "round_id": self._open.round_id,
                 "version": version,
+                "base": self._version,
                 "versions": {m.rank: m.version for m in members},
                 "lost": {m.rank: lost[m.rank] for m in members if m.rank in lost},
                 "members": None,

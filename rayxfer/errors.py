@@ -114,6 +114,7 @@ class ContractError(RayxferError):
         problems: every disagreement found, as text, the first offender first.
         name: the first tensor at fault, if it is about one.
         worker: the rank of the first worker at fault, if it is about one.
+        phase: "prepare" from preflight, else None.
     """
 
     def __init__(
@@ -123,12 +124,14 @@ class ContractError(RayxferError):
         problems: tuple[str, ...] = (),
         name: str | None = None,
         worker: int | None = None,
+        phase: str | None = None,
         cause: BaseException | None = None,
     ) -> None:
         super().__init__(message, cause=cause)
         self.problems = problems
         self.name = name
         self.worker = worker
+        self.phase = phase
 
 
 class TransferError(RayxferError):

@@ -105,6 +105,7 @@ class Feed:
                     self._changed.notify_all()
                     return batch
                 if self._closed:
+                    self.starved = False
                     raise StopIteration
                 self.starved = True
                 self._changed.notify_all()

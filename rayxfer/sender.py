@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rayxfer.channel import SLICE_S, Channel, Link, connect
-from rayxfer.client import client_for, lost_process, outcome
+from rayxfer.client import client_for, lost_process, outcome, wait_answers
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
     BackendUnavailable,
@@ -48,6 +48,11 @@ __all__ = ["CoordinatorProtocol", "Sender"]
 
 _RETRIES_WITHOUT_LOSS = 1
 """How often a round that broke with nobody lost is tried again before its suspects are left out."""
+
+
+_JOIN_S = 0.5
+"""How long to wait for the threads of a broken stream. One that is stuck in a user's source or engine
+is a daemon, and holds nothing but its own channel."""
 
 
 class CoordinatorProtocol(Protocol):
@@ -96,6 +101,7 @@ class _Call:
     deadline: float
     rows: dict[int, _Row]
     process: dict[str, Any]
+    base: int
     kept: list[str] = field(default_factory=list)
     attempts: int = 0
     tries: int = 0
@@ -142,11 +148,19 @@ class Sender:
         self._last: tuple[list[ParamMeta], tuple[ParamMeta, ...], str] | None = None
         self.lock = threading.Lock()
 
+    def orphaned(self) -> bool:
+        """Whether the controller is gone for good."""
+        alive = getattr(self._coordinator, "alive", None)
+        return alive is not None and not alive()
+
     def close(self) -> None:
         """Close every channel. Safe to call twice."""
         channels, self._channels = self._channels, []
         for channel in channels:
             channel.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     # ---- the whole ------------------------------------------------------------------------------
 
@@ -162,6 +176,7 @@ class Sender:
                 "num_bytes": sum(m.num_bytes for m in metadata),
                 "metadata_digest": digest,
                 "process": self._local_facts().to_wire(),
+                "partial": partial,
             }
         )
         self._adopt(grant)
@@ -181,6 +196,7 @@ class Sender:
             time.monotonic() + self._config.sync_timeout_s,
             rows,
             self._local_facts().to_wire(),
+            grant["base"],
         )
         call.phases["begin"] = time.monotonic() - start
         lease = _Lease(self._coordinator, call.claim())
@@ -359,7 +375,8 @@ class Sender:
 
     def _reattach(self, call: _Call, link: Link) -> bool:
         """A worker that lost its session (restarted by Ray, or repaired) is taken in again."""
-        timeout = min(self._config.stall_timeout_s, 10.0)
+        # a process that is gone comes back, if at all, later than a round should wait for
+        timeout = 0.5 if process_gone(link.facts) else min(self._config.stall_timeout_s, 10.0)
         owner = {**self._owner, "rank": link.rank}
         for op in ("attach", "describe"):
             answer = self._ask(link, op, {"owner": owner}, timeout)
@@ -464,6 +481,7 @@ class Sender:
                 "session_id": channel.plan.session_id,
                 "metadata_digest": call.digest,
                 "partial": call.partial,
+                "base": call.base,
                 "update_info": infos[link.rank],
             }
             if link.has_metadata != call.digest:
@@ -494,6 +512,11 @@ class Sender:
                             WorkerLost(f"worker {link.rank} lost its session", worker=link.rank),
                             WorkerState.LOST,
                         )
+            elif "behind" in answer:
+                row.fail(StateError(answer["behind"]), WorkerState(answer["state"]))
+                row.version = answer["version"]
+                self._channel_of(link).dirty = True
+                again = True
             elif "problems" in answer:
                 first = first or (link.rank, answer.get("name"))
                 problems += [f"worker {link.rank}: {text}" for text in answer["problems"]]
@@ -506,7 +529,8 @@ class Sender:
             shown = "\n  ".join(problems[:50])
             more = f"\n  and {len(problems) - 50} more" if len(problems) > 50 else ""
             raise ContractError(
-                f"the offer does not fit; nothing was changed:\n  {shown}{more}",
+                f"preflight: the offer does not fit; nothing was changed:\n  {shown}{more}",
+                phase="prepare",
                 problems=tuple(problems),
                 worker=first[0],
                 name=first[1],
@@ -559,7 +583,7 @@ class Sender:
         for channel in self._channels:
             channel.abort()
         self._abort_workers(call, links)
-        stream.join(self._config.stall_timeout_s)
+        stream.join(_JOIN_S)
         if broken.fatal is not None:
             raise broken.fatal
         if call.left_s() <= 0:
@@ -583,17 +607,17 @@ class Sender:
         message = {**self._base, "round_id": call.round_id, "timeout_s": timeout}
         futures = {link.rank: link.signal("abort", message) for link in links}
         waited = {r: f for r, f in futures.items() if call.rows[r].state != WorkerState.LOST}
-        if waited:
-            wait_futures(waited.values(), timeout=timeout + 1.0)
+        facts = {link.rank: link.facts for link in links}
+        answers = wait_answers(waited, facts, timeout + 1.0)
         for link in links:
             self._channel_of(link).dirty = True
             if link.rank not in waited:
                 continue
-            row, future = call.rows[link.rank], waited[link.rank]
-            late = self._timeout(call, "abort", link.rank, "stall_timeout_s", timeout)
-            answer = outcome(future, link.rank) if future.done() else late
-            if isinstance(answer, RayxferError) or answer.get("stuck"):
-                row.fail(answer if isinstance(answer, RayxferError) else late, WorkerState.LOST)
+            row, answer = call.rows[link.rank], answers[link.rank]
+            if answer is None or (isinstance(answer, dict) and answer.get("stuck")):
+                answer = self._timeout(call, "abort", link.rank, "stall_timeout_s", timeout)
+            if isinstance(answer, RayxferError):
+                row.fail(answer, WorkerState.LOST)
                 continue
             row.left_as, row.version = WorkerState(answer["state"]), answer["version"]
             if row.error is not None:
@@ -640,6 +664,11 @@ class Sender:
         try:
             live = [link for link in call.live() if any(link in c.links for c in self._channels)]
             self._abort_workers(call, live)
+            why = error if isinstance(error, RayxferError) else TransferError(repr(error))
+            for link in live:
+                row = call.rows[link.rank]
+                if row.error is None and row.left_as == WorkerState.TORN:
+                    row.fail(why, WorkerState.TORN)
         finally:
             for channel in self._channels:
                 channel.dirty = True

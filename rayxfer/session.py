@@ -505,6 +505,13 @@ class WorkerSession:
             }
         )
         partial = bool(message["partial"])
+        if partial and (self.state != WorkerState.READY or self.version != message["base"]):
+            return {
+                "behind": f"this worker is {self.state} at version {self.version}: a part of the model "
+                f"is no use to it without version {message['base']}; the next full sync brings it",
+                "state": str(self.state),
+                "version": self.version,
+            }
         checkpoint_format = bool(getattr(update_info, "is_checkpoint_format", True))
         loader = self._make_loader(checkpoint_format)
         preflight = loader.preflight(metadata, partial=partial, memo=self._memo)

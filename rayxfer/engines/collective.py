@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rayxfer.base import LoadWeights
-from rayxfer.errors import ContractError
+from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, metadata_from_wire
 from rayxfer.packing import Bucket, Layout, as_bytes, plain, unpack
 
@@ -25,6 +25,7 @@ __all__ = [
     "deliver_alone",
     "expect_end",
     "fill",
+    "merged_init_info",
     "next_tensor",
     "receive_buckets",
     "send_buckets",
@@ -97,6 +98,22 @@ def next_tensor(iterator: Iterator[tuple[str, torch.Tensor]], meta: ParamMeta) -
             name=meta.name,
         )
     return tensor
+
+
+def merged_init_info(own: dict[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """A built-in engine's init info, with the user's extra fields.
+
+    Raises:
+        ConfigError: a field of `extra` that the session sets itself, to another value: both sides
+            must agree.
+    """
+    for key, value in extra.items():
+        if key in own and own[key] != value:
+            raise ConfigError(
+                f"init_info[{key!r}]={value!r}, but this session has {own[key]!r}: sender and workers "
+                "must agree, so leave it out"
+            )
+    return {**extra, **own}
 
 
 class Staging:

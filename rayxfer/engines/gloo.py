@@ -28,9 +28,16 @@ from rayxfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from rayxfer.engines.collective import Group, Layouts, Staging, receive_buckets, send_buckets
+from rayxfer.engines.collective import (
+    Group,
+    Layouts,
+    Staging,
+    merged_init_info,
+    receive_buckets,
+    send_buckets,
+)
 from rayxfer.engines.rendezvous import Rendezvous, RendezvousStore
-from rayxfer.errors import BackendUnavailable, StateError, TransferError
+from rayxfer.errors import BackendUnavailable, ConfigError, StateError, TransferError
 from rayxfer.topology import routable_address, same_host
 
 __all__ = ["GlooEngine", "GlooInitInfo", "GlooUpdateInfo"]
@@ -226,7 +233,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         loopback = all(same_host(plan.sender, worker) for worker in plan.workers)
         host = _LOOPBACK if loopback else plan.sender.address
         rendezvous = Rendezvous(host, plan.token)
-        info = {
+        own = {
             "master_address": rendezvous.address[0],
             "master_port": rendezvous.address[1],
             "rank_offset": 1,
@@ -235,8 +242,12 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             "bucket_size_bytes": plan.bucket_size_bytes,
             "loopback": loopback,
             "timeout_s": plan.deadline_s,
-            **plan.config.init_info,
         }
+        try:
+            info = merged_init_info(own, plan.config.init_info)
+        except ConfigError:
+            rendezvous.close()
+            raise
         channel = _Channel(
             rendezvous, plan, Staging(torch.device("cpu")), Layouts(plan.bucket_size_bytes)
         )

@@ -22,7 +22,13 @@ from rayxfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from rayxfer.engines.collective import Layouts, deliver_alone, expect_end, next_tensor
+from rayxfer.engines.collective import (
+    Layouts,
+    deliver_alone,
+    expect_end,
+    merged_init_info,
+    next_tensor,
+)
 from rayxfer.errors import BackendUnavailable, StateError, TransferError
 from rayxfer.packing import unpack, write_piece
 
@@ -185,7 +191,8 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, ObjectStoreUpd
     @classmethod
     def trainer_open(cls, plan: SessionPlan) -> tuple[Layouts, list[dict[str, Any]]]:
         cls.check_available()
-        info = {"bucket_size_bytes": plan.bucket_size_bytes, **plan.config.init_info}
+        own = {"bucket_size_bytes": plan.bucket_size_bytes}
+        info = merged_init_info(own, plan.config.init_info)
         return Layouts(plan.bucket_size_bytes), [dict(info) for _ in plan.workers]
 
 

@@ -26,6 +26,7 @@ from rayxfer.engines.collective import (
     deliver_alone,
     expect_end,
     fill,
+    merged_init_info,
     next_tensor,
 )
 from rayxfer.engines.ring import RingReader, RingWriter
@@ -170,14 +171,12 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def trainer_open(cls, plan: SessionPlan) -> tuple[_Channel, list[dict[str, Any]]]:
         cls.check_available()
         slot_bytes = align(max(plan.bucket_size_bytes, _MIN_SLOT_BYTES), ALIGNMENT_BYTES)
+        merged_init_info({"bucket_size_bytes": plan.bucket_size_bytes}, plan.config.init_info)
         ring = RingWriter(
             slot_bytes=slot_bytes, slots=_SLOTS, readers=len(plan.workers), nonce=plan.token
         )
-        info = {
-            **ring.describe(),
-            "bucket_size_bytes": plan.bucket_size_bytes,
-            **plan.config.init_info,
-        }
+        own = {**ring.describe(), "bucket_size_bytes": plan.bucket_size_bytes}
+        info = {**plan.config.init_info, **own}
         channel = _Channel(ring, Layouts(plan.bucket_size_bytes))
         return channel, [dict(info) for _ in plan.workers]
 
