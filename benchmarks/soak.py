@@ -59,6 +59,7 @@ _FLEET = (2, 5)
 _SETTLE_S = 40.0
 _EPOCH_ROUNDS = 40
 _SETTLE_EVERY = 6
+_ENOUGH = 25
 
 EVENTS = {
     "full": 24,
@@ -183,8 +184,10 @@ class Soak:
         return self._controller
 
     def _problem(self, text: str) -> None:
-        self.problems.append(f"round {self.round}: {text}")
-        self.say(f"VIOLATION in {self.problems[-1]}")
+        text = f"round {self.round}: {text}"
+        if text not in self.problems:
+            self.problems.append(text)
+            self.say(f"VIOLATION in {text}")
 
     # ---- the fleet ------------------------------------------------------------------------------
 
@@ -531,6 +534,9 @@ class Soak:
         self.full()
         self.settle()
         while self.round < rounds or time.monotonic() - start < 60 * minutes:
+            if len(self.problems) > _ENOUGH:
+                self.say(f"more than {_ENOUGH} violations: the rest would tell nothing new")
+                return
             self.round += 1
             if self.round % _EPOCH_ROUNDS == 0:
                 self.settle()
