@@ -17,7 +17,7 @@ from torch import nn
 
 from rayxfer import Controller, ParamMeta, WeightSource, WeightTransferConfig, WorkerMixin
 from rayxfer.source import ModuleSource, named_tensors
-from tests.helpers import assert_same_bytes, poison
+from tests.helpers import assert_same_bytes, poison, raw_bytes
 
 CPU_BACKENDS = ("shm", "gloo", "object_store")
 
@@ -122,7 +122,17 @@ def held(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def held_by(worker: Any) -> dict[str, torch.Tensor]:
-    return ray.get(worker.run.remote(lambda self: held(self.model)))
+    """The same of a plain worker; as bytes, since Ray cannot carry every dtype."""
+
+    def freeze(self: Plain) -> list[tuple[str, torch.dtype, torch.Size, bytes]]:
+        return [(n, t.dtype, t.shape, raw_bytes(t)) for n, t in named_tensors(self.model).items()]
+
+    return {
+        name: torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        .view(dtype)
+        .view(shape)
+        for name, dtype, shape, data in ray.get(worker.run.remote(freeze))
+    }
 
 
 def assert_exact(expected: nn.Module | dict[str, torch.Tensor], workers: list[Any]) -> None:
