@@ -7,6 +7,7 @@ own `load_weights`, or a user's function: it sees names, not effects.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
@@ -173,7 +174,7 @@ class _Target:
     delivered: int | None = None
     expected: int | None = None
     plain: bool = False
-    """Contiguous and of the dtype that is offered: a plain copy of bytes."""
+    """Contiguous, not lazy, and of the dtype that is offered: a plain copy of bytes."""
 
 
 class ModuleLoader(WeightLoader):
@@ -222,10 +223,17 @@ class ModuleLoader(WeightLoader):
         self._inference = any(t.is_inference() for t in live.values())
         # The same offer to the same tensors has the same answer, and most rounds are that.
         key = (metadata, partial, self._rename, self._fuse)
-        now = [(name, id(t), t.data_ptr()) for name, t in live.items() if _has_memory(t)]
+        now = [
+            (name, id(t), t.data_ptr(), t.dtype, t.shape, t.stride())
+            for name, t in live.items()
+            if _has_memory(t)
+        ]
         known = memo is not None and memo.get("now") == now and len(now) == len(live)
         if memo is not None and known and memo["key"][0] is metadata and memo["key"] == key:
             self._targets = memo["targets"]
+            for places in self._targets if memo["casts"] else ():
+                for place in places:
+                    place.delivered = place.expected = None
             if self._staged:
                 self._make_stage()
             return Preflight(casts=dict(memo["casts"]), kept=list(memo["kept"]))
@@ -234,7 +242,7 @@ class ModuleLoader(WeightLoader):
             return out
         if memo is not None:
             memo |= {"key": key, "now": now, "targets": self._targets}
-            memo |= {"casts": out.casts, "kept": out.kept}
+            memo |= {"casts": dict(out.casts), "kept": list(out.kept)}
         if self._staged:
             self._make_stage()
         return out
@@ -291,9 +299,10 @@ class ModuleLoader(WeightLoader):
             out.problems.insert(
                 0, "empty offer: a full sync has to offer every tensor of the worker"
             )
-        for places_ in self._targets:
-            for place in places_:
-                place.plain = not place.cast and place.tensor.is_contiguous()
+        for found in self._targets:
+            for place in found:
+                lazy = place.tensor.is_conj() or place.tensor.is_neg()
+                place.plain = not place.cast and not lazy and place.tensor.is_contiguous()
         return out
 
     def _parts(self, live: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -398,17 +407,24 @@ class ModuleLoader(WeightLoader):
     # ---- loading -------------------------------------------------------------------------------
 
     def _make_stage(self) -> None:
-        """Copies of all targets, keyed by the whole tensor's memory; targets then point into them."""
+        """Copies of all targets, keyed by the whole tensor's memory, and targets in them.
+
+        Those in the live weights stay as they are: another round may remember them.
+        """
         self._stage = {}
         live = named_tensors(self._module)
+        targets: list[list[_Target]] = []
         for places in self._targets:
+            targets.append([])
             for place in places:
                 base = live[place.name]
                 key = tie_key(base)
                 if key not in self._stage:
                     copy = torch.empty_like(_compact(base), requires_grad=False)
                     self._stage[key] = (base, copy.expand(base.shape))
-                place.tensor = place.cut(self._stage[key][1])
+                tensor = place.cut(self._stage[key][1])
+                targets[-1].append(dataclasses.replace(place, tensor=tensor))
+        self._targets = targets
 
     def landing(self, index: int) -> torch.Tensor | None:
         places = self._targets[index]
@@ -462,7 +478,11 @@ class ModuleLoader(WeightLoader):
 
     def loaded_digests(self) -> list[int] | None:
         flat = [(index, place) for index, places in enumerate(self._targets) for place in places]
-        found = digest_many(place.tensor for _, place in flat)
+        # What the module holds *now* under these names, not what was written to: the proof must not
+        # rest on the bookkeeping that it proves.
+        live = {} if self._staged else named_tensors(self._module)
+        held = [place.tensor if self._staged else _held(live, place) for _, place in flat]
+        found = digest_many(held)
         out: list[int | None] = [None] * len(self._targets)
         for (index, place), value in zip(flat, found, strict=True):
             if place.cast:
@@ -492,6 +512,12 @@ class ModuleLoader(WeightLoader):
     @property
     def touched(self) -> bool:
         return self._touched and not self._staged
+
+
+def _held(live: dict[str, torch.Tensor], place: _Target) -> torch.Tensor:
+    if place.name not in live:
+        raise ContractError(f"{place.name!r} is gone from the model after loading", name=place.name)
+    return place.cut(live[place.name])
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -93,7 +93,10 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
     The tensor must be contiguous and without a lazy conjugate or negative bit; see `plain`.
     """
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() < 2:  # contiguous whatever its stride, but only a stride of 1 can be viewed
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

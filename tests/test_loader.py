@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from rayxfer import ConfigError, ContractError, FuseRule, ParamMeta
 from rayxfer.digest import digest
-from rayxfer.loader import ModuleLoader, OpaqueLoader, WeightLoader
+from rayxfer.loader import ModuleLoader, OpaqueLoader, StagedLoader, WeightLoader
 from tests.helpers import POISON, assert_same_bytes, poison, raw_bytes
 from tests.test_packing import DTYPES, LAYOUTS, random_base
 
@@ -85,14 +86,12 @@ def sync(
     tensors: dict[str, torch.Tensor],
     *,
     aliases: dict[str, tuple[str, ...]] | None = None,
-    partial: bool = False,
     order: Iterable[int] | None = None,
     chunk: int = 2,
 ) -> None:
     """A whole round, with the proof that a session asks for."""
-    go(loader, offer(tensors, aliases), partial=partial)
+    go(loader, offer(tensors, aliases))
     feed(loader, list(tensors.values()), order=order, chunk=chunk)
-    loader.finish()
     assert loader.loaded_digests() == [digest(tensor) for tensor in tensors.values()]
     assert loader.unproven() == []
     loader.commit()
@@ -738,7 +737,6 @@ def test_staged_weights_are_live_at_commit_and_not_before() -> None:
     loader = ModuleLoader(model, staged=True)
     go(loader, offer(given, {"embed.weight": ("lm_head.weight",)}))
     feed(loader, list(given.values()))
-    loader.finish()
     assert loader.loaded_digests() == [digest(tensor) for tensor in given.values()]
     assert_same_bytes(model.state_dict(), before)
     assert not loader.touched
@@ -892,6 +890,139 @@ def test_what_was_not_written_is_named() -> None:
     left = [list(given).index("a.k.weight"), list(given).index("norm.bias")]
     feed(loader, list(given.values()), order=[i for i in range(len(given)) if i not in left])
     assert loader.unproven() == ["a.qkv.weight", "norm.bias"]
+
+
+# --- what one round remembers for the next --------------------------------------------------
+
+
+class Rounds:
+    """Loads of one model, each by a new loader, with the memory that a session keeps between."""
+
+    def __init__(self, model: nn.Module, tensors: dict[str, torch.Tensor], **options: Any) -> None:
+        self.model, self.options, self.memo = model, options, {}
+        self.offer = tuple(offer(tensors))
+
+    def load(self, tensors: dict[str, torch.Tensor], **options: Any) -> ModuleLoader:
+        loader = ModuleLoader(self.model, **{**self.options, **options})
+        found = loader.preflight(self.offer, partial=False, memo=self.memo)
+        assert found.problems == []
+        feed(loader, list(tensors.values()))
+        if options.get("verify", True):
+            assert loader.loaded_digests() == [digest(tensor) for tensor in tensors.values()]
+        assert loader.unproven() == []
+        loader.commit()
+        return loader
+
+
+RULES = [QKV, QKV_BIAS, EXPERTS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounds_in_any_mode_follow_each_other(dtype: torch.dtype) -> None:
+    """The modes share the memory: a staged round leaves nothing that misleads one in place."""
+    model = Fused()
+    rounds = Rounds(model, parts(0, dtype), fuse=RULES)
+    modes = [
+        {"staged": staged, "verify": verify} for staged in (True, False) for verify in (True, False)
+    ]
+    for seed, mode in enumerate([*modes, *modes[::-1], *modes]):
+        poison(model)
+        given = parts(seed, dtype)
+        rounds.load(given, **mode)
+        expected = {name: fused(given)[name].float() for name in model.state_dict()}
+        assert_same_bytes(model.state_dict(), expected)
+
+
+def test_the_answer_is_the_same_as_without_memory() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    metadata = tuple(offer({"0.weight": torch.zeros(2, 2, dtype=torch.float64)}))
+    memo: dict[str, Any] = {}
+    for _ in range(3):
+        found = ModuleLoader(model).preflight(metadata, partial=True, memo=memo)
+        assert found.problems == []
+        assert found.casts == {"0.weight": "float64 -> float32"}
+        assert found.kept == ["0.bias", "1.weight", "1.bias"]
+        found.casts.clear()  # what a caller does with an answer does not change the next one
+        found.kept.clear()
+    assert len(ModuleLoader(model).preflight(metadata, partial=False, memo=memo).problems) == 3
+    other = tuple(offer({"0.bias": torch.zeros(2)}))
+    assert ModuleLoader(model).preflight(other, partial=True, memo=memo).kept == [
+        "0.weight",
+        "1.weight",
+        "1.bias",
+    ]
+
+
+def test_a_cast_of_an_earlier_round_proves_nothing() -> None:
+    given = {"weight": torch.ones(1, 1, dtype=torch.float64)}
+    rounds = Rounds(nn.Linear(1, 1, bias=False), given)
+    rounds.load(given)
+    loader = ModuleLoader(rounds.model)
+    loader.preflight(rounds.offer, partial=False, memo=rounds.memo)
+    with pytest.raises(ContractError, match="digest mismatch at 'weight'"):
+        loader.loaded_digests()
+
+
+def replaced(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(torch.zeros(2, 3))
+
+
+def repointed(model: nn.Linear) -> None:
+    model.weight.data = torch.zeros(2, 3)
+
+
+def restrided(model: nn.Linear) -> None:
+    """In the same memory, as loaders do that repack what they have loaded."""
+    model.weight.data = model.weight.data.view(3, 2).t()
+
+
+def widened(model: nn.Linear) -> None:
+    model.weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
+
+
+def tied(model: nn.Linear) -> None:
+    model.register_parameter("other", model.weight)
+
+
+@pytest.mark.parametrize("change", [replaced, repointed, restrided, widened, tied])
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_model_that_changed_is_looked_at_anew(
+    change: Callable[[nn.Linear], None], staged: bool
+) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    given = {"weight": torch.arange(6.0).view(2, 3)}
+    rounds = Rounds(model, given, staged=staged)
+    rounds.load(given)
+    change(model)
+    poison(model)
+    rounds.load(given)
+    assert raw_bytes(model.weight) == raw_bytes(given["weight"].to(model.weight.dtype))
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (6,), (1, 2, 3)])
+def test_a_model_that_was_reshaped_in_its_memory_is_refused(shape: tuple[int, ...]) -> None:
+    model = nn.Linear(3, 2, bias=False)
+    given = {"weight": torch.arange(6.0).view(2, 3)}
+    rounds = Rounds(model, given)
+    rounds.load(given)
+    model.weight.data = model.weight.data.view(shape)
+    found = ModuleLoader(model).preflight(rounds.offer, partial=False, memo=rounds.memo)
+    assert found.problems == [f"shape mismatch at 'weight': expected {list(shape)}, offered [2, 3]"]
+
+
+def test_a_staged_round_keeps_no_copy_afterwards() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    given = {"weight": torch.arange(6.0).view(2, 3)}
+    rounds = Rounds(model, given, staged=True)
+    for _ in range(2):
+        loader = ModuleLoader(model, staged=True)
+        loader.preflight(rounds.offer, partial=False, memo=rounds.memo)
+        landing = loader.landing(0)
+        assert landing is not None
+        gone = weakref.ref(landing.untyped_storage())
+        loader.commit()
+        del loader, landing
+        assert gone() is None
 
 
 # --- OpaqueLoader ---------------------------------------------------------------------------
@@ -1060,8 +1191,58 @@ def test_an_error_of_the_function_is_its_own() -> None:
     assert loader.touched
 
 
+def test_lazy_bits_of_a_parameter_are_respected() -> None:
+    base = torch.zeros(3, dtype=torch.complex64)
+    model = Tensors(conj=base[:2].conj(), neg=base[2:].conj().imag)
+    given = {"conj": torch.tensor([1 + 2j, -0.0 - 3j]), "neg": torch.tensor([4.0])}
+    assert model.conj.is_conj()
+    assert model.neg.is_neg()
+    sync(ModuleLoader(model), given)
+    assert_same_bytes({"conj": model.conj, "neg": model.neg}, given)
+
+
 def test_without_a_module_nothing_is_proven() -> None:
     loader = OpaqueLoader(lambda weights: {"qkv", "o"})
     go(loader, offer(OFFERED))
     feed(loader, list(OFFERED.values()))
     assert loader.unproven() is None
+
+
+# --- StagedLoader: an opaque loader that is not called before commit ------------------------
+
+
+def test_an_opaque_loader_may_be_kept_waiting_until_commit() -> None:
+    model = Opaque()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loader = StagedLoader(OpaqueLoader(model.load_weights, module=model))
+    go(loader, offer(OFFERED))
+    feed(loader, list(OFFERED.values()), chunk=3)
+    assert model.calls == []
+    assert not loader.touched
+    assert_same_bytes(model.state_dict(), before)
+    assert (loader.seen, loader.unproven(), loader.loaded_digests()) == ({}, None, None)
+    assert not loader.copies_only
+    loader.commit()
+    assert model.calls == [["q"], ["k"], ["v"], ["o"]]
+    assert loader.touched
+    assert raw_bytes(model.qkv) == raw_bytes(torch.tensor([[1.0, 1], [2, 2], [3, 3]]))
+    assert loader.seen == {name: frozenset({target}) for name, target in MADE_OF.items()}
+    loader.commit()
+    assert len(model.calls) == 4
+
+
+def test_what_waits_can_be_discarded() -> None:
+    model = Opaque()
+    loader = StagedLoader(OpaqueLoader(model.load_weights, module=model, learned=learn(Opaque())))
+    go(loader, offer(OFFERED))
+    feed(loader, list(OFFERED.values()))
+    loader.discard()
+    with pytest.raises(ContractError, match="2 parameters were not written, the first is 'qkv'"):
+        loader.commit()
+    assert model.calls == []
+
+
+def test_what_waits_has_the_same_preflight() -> None:
+    loader = StagedLoader(OpaqueLoader(lambda w: None, learned=learn(Opaque())))
+    found = loader.preflight(offer({"q": OFFERED["q"]}), partial=True)
+    assert [p.partition(":")[0] for p in found.problems] == ["missing name 'k'"]

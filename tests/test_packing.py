@@ -53,6 +53,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "strided": lambda t: t[:, :, ::2, ::3],
     "expanded": lambda t: t[:, :1].expand(-1, 4, -1, -1),
     "expanded 0-d": lambda t: t[0, 0, 0, 1].expand(3, 2),
+    "one of a stride": lambda t: t[0, 1, 1::2, 3][:1],
+    "one of many strides": lambda t: t[:, :, ::2, ::3][1:, 1:2, 1:, :1],
+    "none of a stride": lambda t: t[0, 1, 1::2, 3][:0],
     "offset": lambda t: t[1:, 2:, 1:, 3:],
     "channels last": lambda t: t.contiguous(memory_format=torch.channels_last),
 }
