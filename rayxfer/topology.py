@@ -137,9 +137,12 @@ def process_gone(process: Facts) -> bool:
     if process.boot_id != _boot_id() or not process.started:
         return False
     namespace = _read_link("/proc/self/ns/pid")
-    if not namespace or process.pid_namespace != namespace:
+    if not namespace or process.pid_namespace != namespace or process.uid != os.getuid():
+        return False  # not to be seen from here, or maybe hidden: /proc can hide other users'
+    try:
+        return _start_time(process.pid) != process.started
+    except OSError:  # out of descriptors, say: that is about us, not about it
         return False
-    return _start_time(process.pid) != process.started
 
 
 def _read_link(path: str) -> str:
@@ -154,7 +157,7 @@ def _start_time(pid: int) -> str:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             rest = file.read().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return ""
     return "" if rest[0] in "ZX" else rest[19]
 

@@ -13,6 +13,7 @@ from rayxfer import ParamMeta
 from rayxfer.packing import (
     ALIGNMENT_BYTES,
     BucketPlan,
+    Layout,
     align,
     as_bytes,
     pack,
@@ -292,6 +293,25 @@ def test_unpack_gives_views_not_copies() -> None:
     ((_, found),) = unpack(bucket, metadata, buffer)
     found[1, 2] = 1.0
     assert raw_bytes(buffer)[-4:] == struct.pack("=f", 1.0)
+
+
+def test_a_layout_is_the_plan_and_remembers_its_views() -> None:
+    metadata = [*uint8(3, 0, 5, 100), ParamMeta("x", torch.float32, (2, 3))]
+    layout = Layout(metadata, 64)
+    assert layout.metadata == tuple(metadata)
+    assert layout.plan == plan_buckets(metadata, 64)
+    buffers = [torch.arange(100, dtype=torch.uint8), torch.arange(100, 200, dtype=torch.uint8)]
+    for buffer in (*buffers, *buffers):
+        for bucket in layout.plan.buckets:
+            found = layout.views(bucket, buffer[: bucket.num_bytes])
+            expected = unpack(bucket, metadata, buffer[: bucket.num_bytes])
+            assert [name for name, _ in found] == [name for name, _ in expected]
+            for (_, view), (_, other) in zip(found, expected, strict=True):
+                assert (view.dtype, view.shape) == (other.dtype, other.shape)
+                assert view.data_ptr() == other.data_ptr()
+                assert raw_bytes(view) == raw_bytes(other)
+            assert layout.views(bucket, buffer[: bucket.num_bytes]) is found
+        buffer.add_(7)  # views show what the buffer holds now
 
 
 def test_an_empty_tensor_is_none_of_the_buffer() -> None:

@@ -373,6 +373,16 @@ def test_both_methods_of_a_source_are_required() -> None:
         WeightSource()  # type: ignore[abstract]
 
 
+def test_metadata_that_was_asked_for_already_is_checked_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = Custom().metadata()
+    monkeypatch.delattr(Custom, "metadata")
+    assert checked_metadata(Custom, found) == tuple(found)  # type: ignore[arg-type]
+    with pytest.raises(ContractError, match="gave a NoneType, not a list"):
+        checked_metadata(Custom, None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [

@@ -3,8 +3,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import signal
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +19,12 @@ from rayxfer.topology import (
     PROTOCOL_VERSION,
     Choice,
     Facts,
+    _start_time,
     check_protocol,
     choose_backend,
     device_name,
     local_facts,
+    process_gone,
     rank_offsets,
     routable_address,
     same_host,
@@ -198,6 +204,72 @@ def test_a_gpu_is_named_by_its_uuid() -> None:
 def test_other_devices_are_named_by_their_type() -> None:
     assert device_name(torch.device("cpu")) == "cpu"
     assert device_name(torch.device("meta")) == "meta"
+
+
+# --- is it gone? ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "600"]) as one:
+        yield one
+        one.kill()
+
+
+def facts_of(pid: int) -> Facts:
+    return dataclasses.replace(local_facts(), pid=pid, started=_start_time(pid))
+
+
+def test_a_living_process_is_not_gone(process: subprocess.Popen[bytes]) -> None:
+    assert not process_gone(local_facts())
+    assert not process_gone(facts_of(process.pid))
+    os.kill(process.pid, signal.SIGSTOP)
+    assert not process_gone(facts_of(process.pid))
+
+
+def test_a_killed_process_is_gone_at_once(process: subprocess.Popen[bytes]) -> None:
+    found = facts_of(process.pid)
+    assert found.started
+    os.kill(process.pid, signal.SIGKILL)
+    end = time.monotonic() + 10
+    while not process_gone(found):  # also before its parent has fetched its exit status
+        assert time.monotonic() < end
+    assert process.wait() == -signal.SIGKILL
+    assert process_gone(found)
+
+
+def test_a_pid_that_is_used_again_is_another_process(process: subprocess.Popen[bytes]) -> None:
+    found = facts_of(process.pid)
+    assert process_gone(dataclasses.replace(found, started=str(int(found.started) - 1)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"boot_id": "another-machine"},
+        {"pid_namespace": "pid:[1]"},
+        {"pid_namespace": ""},
+        {"started": ""},
+        {"uid": 12345},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_cannot_be_seen_from_here_is_not_called_gone(change: dict[str, Any]) -> None:
+    found = dataclasses.replace(local_facts(), pid=2**22 + 1)
+    assert process_gone(found)
+    assert not process_gone(dataclasses.replace(found, **change))
+
+
+def test_trouble_of_our_own_is_not_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = local_facts()
+
+    def no_descriptors(*args: object, **kwargs: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("builtins.open", no_descriptors)
+    gone = process_gone(found)
+    monkeypatch.undo()
+    assert not gone
 
 
 # --- address --------------------------------------------------------------------------------
