@@ -48,7 +48,15 @@ from benchmarks.fleet import (
     token,
     until,
 )
-from rayxfer import Controller, PartialUpdate, RayxferError, SyncReport, WeightTransferConfig
+from rayxfer import (
+    Controller,
+    PartialUpdate,
+    RayxferError,
+    SyncReport,
+    TransferTimeout,
+    WeightTransferConfig,
+)
+from rayxfer.report import Status
 from rayxfer.testing import Fault, faulty
 
 BACKENDS = ("shm", "gloo", "object_store")
@@ -150,6 +158,7 @@ class Soak:
         self.rng = random.Random(f"soak {seed}")
         self.say = say
         self.problems: list[str] = []
+        self.recent: collections.deque[str] = collections.deque(maxlen=4)
         self.events: collections.Counter[str] = collections.Counter()
         self.errors: collections.Counter[str] = collections.Counter()
         self.samples: list[dict[str, float]] = []
@@ -158,6 +167,7 @@ class Soak:
         self.truth: dict[int, tuple[int, ...]] = {0: (0,) * _TENSORS}
         self._digests: dict[tuple[int, ...], str] = {}
         self._stamp = 0
+        self._failure: Exception | None = None
         self._model, self._scratch = build(), build()
         delays = [Fault("sender", "delay", i, None, _DELAY_S, False) for i in range(_TENSORS)]
         self._backends = [*BACKENDS, "auto", *(faulty(backend, *delays) for backend in BACKENDS)]
@@ -184,7 +194,7 @@ class Soak:
         return self._controller
 
     def _problem(self, text: str) -> None:
-        text = f"round {self.round}: {text}"
+        text = f"round {self.round} ({' > '.join(self.recent)}): {text}"
         if text not in self.problems:
             self.problems.append(text)
             self.say(f"VIOLATION in {text}")
@@ -245,9 +255,21 @@ class Soak:
             self._digests[stamps] = fingerprint(self._scratch)
         return self._digests[stamps]
 
+    def _status(self) -> Status:
+        """Patient: on a busy machine the restart of a killed controller can take longer than one
+        call waits."""
+        deadline = time.monotonic() + _SETTLE_S
+        while True:
+            try:
+                return self.controller.status()
+            except TransferTimeout:
+                self.events["(slow status)"] += 1
+                if time.monotonic() > deadline:
+                    raise
+
     def _record(self, stamps: tuple[int, ...], report: SyncReport | None) -> bool:
         """After a sync: which version is committed now, and so what its bytes are."""
-        found = self.controller.status().version
+        found = self._status().version
         if found < self.version:
             self._problem(f"version {self.version} went back to {found}")
         if report is not None and report.version != found:
@@ -272,6 +294,10 @@ class Soak:
             report = error.report
         except RayxferError as error:
             self.errors[_name(error)] += 1
+            self._failure = error
+        except Exception as error:
+            self.errors[_name(error)] += 1
+            self._problem(f"sync_weights raised {type(error).__name__}: {error}")
             self._failure = error
         seconds = time.monotonic() - start
         if seconds > 45:
@@ -423,7 +449,7 @@ class Soak:
         later.wait()
         end_actors([self._trainer])
         self._trainer = spawn_trainer(build)
-        free = until(lambda: not self.controller.status().busy, 10.0)
+        free = until(lambda: not self._status().busy, 10.0)
         if free is None:
             self._problem("10 s after its trainer died, the controller is busy")
         self._record(stamps, None)
@@ -441,7 +467,7 @@ class Soak:
     def check(self) -> None:
         """What must be true after every round, whatever happened in it."""
         try:
-            found = self.controller.status().version
+            found = self._status().version
         except RayxferError as error:
             return self._problem(f"status() did not answer: {type(error).__name__}: {error}")
         if found != self.version:
@@ -493,7 +519,7 @@ class Soak:
         self.full()
         if until(self._all_ready, _SETTLE_S, 0.2) is None:
             states = [state_of(m.actor) for m in self.members]
-            self._problem(f"not whole after {_SETTLE_S:g} s: {states}; {self.controller.status()}")
+            self._problem(f"not whole after {_SETTLE_S:g} s: {states}; {self._status()}")
         self.check()
         self.sample()
 
@@ -502,7 +528,7 @@ class Soak:
 
     def _all_ready(self) -> bool:
         want = ("READY", self.version)
-        rows = self.controller.status().workers
+        rows = self._status().workers
         return (
             len(rows) == len(self.members)
             and all((row.state, row.version) == want for row in rows)
@@ -543,6 +569,7 @@ class Soak:
                 self._new_controller()
             event = self.rng.choices(names, weights)[0]
             self.events[event] += 1
+            self.recent.append(event)
             try:
                 getattr(self, event)()
             except Exception as error:
