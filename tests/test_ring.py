@@ -22,8 +22,10 @@ from typing import Any
 import pytest
 import torch
 
+from rayxfer import WeightTransferConfig
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
+from rayxfer.testing import LocalController
 
 NONCE = "0123456789abcdef" * 2
 SLOT = 4096
@@ -527,3 +529,24 @@ def test_all_memory_is_there_from_the_start() -> None:
             reader.release()
         touched = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - start
     assert touched < (16 << 20) // 4096 // 4  # of 4096 pages, twice
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a bucket_size_bytes that the user sets is not capped by the size of the model, so the ring "
+    "takes two buckets of it, however little there is to send",
+)
+def test_a_ring_is_no_larger_than_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = RingWriter.__init__
+
+    def spy(self: RingWriter, **arguments: Any) -> None:
+        original(self, **arguments)
+        made.append(int(self.describe()["file_bytes"]))
+
+    monkeypatch.setattr(RingWriter, "__init__", spy)
+    config = WeightTransferConfig(backend="shm", bucket_size_bytes=8 << 20)
+    with LocalController([torch.nn.Linear(3, 3)], config) as controller:
+        controller.sync_weights(torch.nn.Linear(3, 3))
+    (file_bytes,) = made
+    assert file_bytes < 1 << 20
