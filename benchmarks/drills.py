@@ -9,6 +9,7 @@ bytes that share no code with rayxfer. Exits with 1 if anything was not as it ha
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import random
 import statistics
@@ -47,6 +48,9 @@ FREE_S = 10.0
 SLACK_S = 3.0
 _WORKERS = 3
 _CLEAN_SYNCS = 5
+_MEASURE_AGAIN = 0.5
+"""How often two clean syncs come before a kill of a worker. Otherwise the sync that is hit has to
+connect first, for the worker that was killed before is a new process."""
 _IN_SYNC = 0.7
 """Share of the controller's kills that are in a sync; the others are between two."""
 
@@ -113,6 +117,7 @@ class Fleet:
         self.name = f"drill-{backend}-{load_mode}-{rng.randrange(1 << 40):x}"
         self.controller = Controller(self.workers, self.config, name=self.name)
         self._trainers: list[Any] = []
+        self._clean: collections.deque[float] = collections.deque(maxlen=_CLEAN_SYNCS)
         self.clean_s = 0.0
 
     def close(self) -> None:
@@ -138,16 +143,18 @@ class Fleet:
             report = partial.report
         return report, time.monotonic() - start
 
-    def measure(self) -> None:
-        """How long a sync takes when nothing happens: the median of some."""
-        samples = []
-        for turn in range(-1, _CLEAN_SYNCS):
+    def measure(self, syncs: int = _CLEAN_SYNCS) -> None:
+        """How long a sync takes when nothing happens: the median of the last few.
+
+        Asked again and again, since others may use the machine. The first connects: not counted.
+        """
+        for turn in range(-1, syncs):
             digest = self.train()
             report, seconds = self.sync()
             self.digests[report.version] = digest
             if turn >= 0:
-                samples.append(seconds)
-        self.clean_s = statistics.median(samples)
+                self._clean.append(seconds)
+        self.clean_s = statistics.median(self._clean)
 
     def trainer(self) -> Any:
         """A trainer actor; the next one is already starting."""
@@ -192,6 +199,8 @@ class Fleet:
 def kill_worker(fleet: Fleet) -> Kill:
     """SIGKILL to one of three workers while a sync runs."""
     kill = Kill("worker", fleet.setting)
+    if fleet.rng.random() < _MEASURE_AGAIN:
+        fleet.measure(1)
     before = fleet.controller.status().version
     digest = fleet.train()
     victim = fleet.rng.randrange(_WORKERS)
@@ -392,53 +401,56 @@ def _with(kill: Kill, problem: str) -> Kill:
     return kill
 
 
-DRILLS: dict[str, tuple[Callable[[Fleet], Kill], tuple[str, ...]]] = {
-    "worker": (kill_worker, ("in_place", "in_place", "staged")),
-    "trainer": (kill_trainer, ("in_place", "staged")),
-    "controller": (kill_controller, ("in_place", "staged")),
+DRILLS: dict[str, Callable[[Fleet], Kill]] = {
+    "worker": kill_worker,
+    "trainer": kill_trainer,
+    "controller": kill_controller,
 }
-"""Per kind: the drill, and the load modes that its fleets take turns in."""
 
 
-def run_kind(
-    kind: str,
-    count: int,
+def run(
+    counts: dict[str, int],
     backends: Sequence[str],
     rng: random.Random,
+    kills: list[Kill],
     say: Callable[[str], None] = print,
-    **fleet_args: Any,
-) -> list[Kill]:
-    """`count` kills that hit a transfer (controllers: anywhere), shared out over fleets of every
-    backend and load mode. Kills that came too late are in the result, but not counted."""
-    drill, modes = DRILLS[kind]
-    pairs = [(b, m) for b in backends for m in dict.fromkeys(modes)]
-    pairs = pairs if count >= len(pairs) else pairs[:: max(1, len(pairs) // max(count, 1))][:count]
-    kills: list[Kill] = []
-    for index, (backend, mode) in enumerate(pairs):
-        share = (index + 1) * count // len(pairs) - index * count // len(pairs)
-        if not share:
-            continue
+) -> None:
+    """So many kills of each kind that hit a transfer (controllers: anywhere), shared out over one
+    fleet for each backend and load mode. What comes of them is added to `kills`; those that came too
+    late are in there, but not counted."""
+    settings = [(backend, mode) for backend in backends for mode in ("in_place", "staged")]
+    for index, (backend, mode) in enumerate(settings):
         start = time.monotonic()
-        fleet = Fleet(backend, mode, rng, **fleet_args)
+        fleet = Fleet(backend, mode, rng)
         try:
             fleet.measure()
-            mine: list[Kill] = []
-            while sum(k.landed or kind == "controller" for k in mine) < share:
-                if len(mine) >= 2 * share + 4:
-                    mine[-1].problems.append("too few kills hit a transfer")
-                    break
-                mine.append(drill(fleet))
-                for problem in mine[-1].problems:
-                    say(f"VIOLATION {kind} kill {len(mine)} ({fleet.setting}): {problem}")
+            for kind, count in counts.items():
+                share = (index + 1) * count // len(settings) - index * count // len(settings)
+                _run_some(fleet, kind, share, kills, say)
         finally:
             fleet.close()
-        kills += mine
-        bad = sum(bool(k.problems) for k in mine)
-        say(
-            f"{kind} kills over {fleet.setting}: {len(mine)}, {bad} with violations, clean sync "
-            f"{fleet.clean_s:.2f} s, {time.monotonic() - start:.0f} s in all"
-        )
-    return kills
+        say(f"{fleet.setting} took {time.monotonic() - start:.0f} s")
+
+
+def _run_some(
+    fleet: Fleet, kind: str, share: int, kills: list[Kill], say: Callable[[str], None]
+) -> None:
+    mine: list[Kill] = []
+    while sum(kill.landed or kind == "controller" for kill in mine) < share:
+        kill = DRILLS[kind](fleet)
+        mine.append(kill)
+        kills.append(kill)
+        for problem in kill.problems:
+            say(f"VIOLATION {kind} kill {len(mine)} ({fleet.setting}): {problem}")
+        if len(mine) >= 2 * share + 4:
+            kill.problems.append("too few kills hit a transfer")
+            break
+    bad = sum(bool(kill.problems) for kill in mine)
+    hit = sum(kill.landed for kill in mine)
+    say(
+        f"{fleet.setting}: {len(mine)} {kind} kills, {hit} mid-transfer, {bad} with violations; clean "
+        f"sync {fleet.clean_s:.2f} s"
+    )
 
 
 def summary(kills: Sequence[Kill]) -> str:
@@ -484,16 +496,18 @@ def main(argv: Sequence[str]) -> int:
     args = parse_args(argv)
     print(f"seed {args.seed}", flush=True)
     start_ray()
-    start, kills = time.monotonic(), []
+    start = time.monotonic()
+    kills: list[Kill] = []
     counts = {
         "worker": args.worker_kills,
         "trainer": args.trainer_kills,
         "controller": args.controller_kills,
     }
     try:
-        for kind, count in counts.items():
-            rng = random.Random(f"{args.seed} {kind}")
-            kills += run_kind(kind, count, args.backends, rng, lambda s: print(s, flush=True))
+        rng = random.Random(f"drills {args.seed}")
+        run(counts, args.backends, rng, kills, lambda text: print(text, flush=True))
+    except (KeyboardInterrupt, SystemExit):
+        print("stopped early: this is what there is so far", flush=True)
     finally:
         ray.shutdown()
     bad = [kill for kill in kills if kill.problems]
