@@ -39,6 +39,7 @@ class Link:
         rank: stable index in the list of workers.
         requested: the backend that was asked for ("auto" included).
         backend, reason: what was chosen for it, and why.
+        facts: where it lives; None until it was reached.
         has_metadata: digest of the metadata that it is known to hold.
         calls: control calls of the current sync.
     """
@@ -46,7 +47,7 @@ class Link:
     rank: int
     client: WorkerClient
     requested: str
-    facts: Facts
+    facts: Facts | None
     incarnation: str
     backend: str = ""
     reason: str = ""
@@ -127,7 +128,7 @@ def connect(
         config=config,
         bucket_size_bytes=bucket_size_bytes,
         sender=sender,
-        workers=tuple(link.facts for link in links),
+        workers=tuple(link.facts for link in links if link.facts is not None),
         deadline_s=max(0.1, deadline - time.monotonic()),
     )
     try:

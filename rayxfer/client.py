@@ -131,7 +131,7 @@ def mapped_error(error: BaseException, rank: int | None) -> RayxferError:
 
 
 def wait_answers(
-    futures: dict[int, Future[dict[str, Any]]], facts: dict[int, Facts], timeout_s: float
+    futures: dict[int, Future[dict[str, Any]]], facts: dict[int, Facts | None], timeout_s: float
 ) -> dict[int, dict[str, Any] | RayxferError | None]:
     """Answers by rank: ours, an error, or None for one that did not answer in time. A worker whose
     process is seen to be gone is not waited for."""

@@ -82,6 +82,8 @@ class WeightTransferConfig:
             value = getattr(self, key)
             if not isinstance(value, Mapping) or not all(isinstance(k, str) for k in value):
                 raise ConfigError(f"{key}={value!r}: expected a mapping with string keys")
+            if key != "trainer_args":  # those never leave the trainer's process
+                _check_plain(value, key)
             object.__setattr__(self, key, dict(value))
         size = self.bucket_size_bytes
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -114,6 +116,23 @@ class WeightTransferConfig:
         """The distinct names asked for, in order."""
         names = (self.backend,) if isinstance(self.backend, str) else tuple(self.backend)
         return tuple(dict.fromkeys(names))
+
+
+def _check_plain(value: Any, where: str) -> None:
+    """What travels to workers is data: nothing whose unpickling could run code."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, (str, int)):
+                raise ConfigError(f"{where} holds the key {key!r}: expected strings")
+            _check_plain(inner, f"{where}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            _check_plain(inner, f"{where}[{index}]")
+    elif type(value) not in (type(None), bool, int, float, str, bytes):
+        raise ConfigError(
+            f"{where} is a {type(value).__name__}: what travels to workers is plain data (None, bool, "
+            "int, float, str, bytes, and lists and mappings of them)"
+        )
 
 
 def _check_backend(backend: Any) -> str | tuple[str, ...]:

@@ -37,7 +37,7 @@ __all__ = ["Controller"]
 
 NAMESPACE = "rayxfer"
 _MARGIN_S = 15.0
-_STATUS_TIMEOUT_S = 10.0
+_STATUS_TIMEOUT_S = 30.0  # answers in milliseconds, unless Ray is just restarting the controller
 _GROUPS = {"status": 4, "membership": 2}
 """Threads: `status` and leases never wait behind a `begin`, nor a commit behind a join."""
 

@@ -157,9 +157,10 @@ class Coordinator:
             members = list(self._members.values())
             for error in self._welcome(members, self._config.connect_timeout_s).values():
                 raise error
-            self._version = max(
-                [self._version, *(m.version for m in members if m.state == WorkerState.READY)]
-            )
+            # a TORN worker holds its version no more, but that version was committed all the same
+            self._version = max([self._version, *(m.version for m in members)])
+            for member in members:
+                member.state = self._judge(WorkerState(member.about["state"]), member.version)
             self._catch_up(members)
 
     def recover(self) -> None:
@@ -167,10 +168,11 @@ class Coordinator:
         workers that are gone: they are LOST."""
         with self._lock:
             self._recovered = True
-            seen: set[int] = set()
-            while todo := [m for m in self._members.values() if m.rank not in seen]:
-                seen |= {m.rank for m in todo}
-                for answer in self._ask_all(todo, "describe", {}, _REJOIN_TIMEOUT_S).values():
+            described: dict[int, dict[str, Any] | RayxferError] = {}
+            while todo := [m for m in self._members.values() if m.rank not in described]:
+                answers = self._ask_all(todo, "describe", {}, _REJOIN_TIMEOUT_S)
+                described |= answers
+                for answer in answers.values():
                     owner = None if isinstance(answer, RayxferError) else answer["owner"]
                     if owner is None or owner["controller_id"] != self._controller_id:
                         continue
@@ -186,7 +188,7 @@ class Coordinator:
                             for m in self._members.values()
                         ):
                             self._add(entry["rank"], entry["handle"], entry["backend"])
-            self._welcome(list(self._members.values()), _REJOIN_TIMEOUT_S)
+            self._welcome(list(self._members.values()), _REJOIN_TIMEOUT_S, described)
 
     def _ask_all(
         self, members: Iterable[_Member], op: str, message: dict[str, Any], timeout_s: float
@@ -209,7 +211,12 @@ class Coordinator:
                 )
         return answers
 
-    def _welcome(self, members: list[_Member], timeout_s: float) -> dict[int, RayxferError]:
+    def _welcome(
+        self,
+        members: list[_Member],
+        timeout_s: float,
+        described: dict[int, dict[str, Any] | RayxferError] | None = None,
+    ) -> dict[int, RayxferError]:
         """Describe and attach members, all at once. Those that fail are LOST, with the reason."""
         deadline = time.monotonic() + timeout_s
         errors: dict[int, RayxferError] = {}
@@ -227,7 +234,9 @@ class Coordinator:
         def left_s() -> float:
             return max(0.05, deadline - time.monotonic())
 
-        hear(self._ask_all(members, "describe", {}, left_s()))
+        if described is None:
+            described = self._ask_all(members, "describe", {}, left_s())
+        hear(described)
         by_owner: dict[str | None, list[_Member]] = {}
         for member in members:
             if member.rank not in errors:

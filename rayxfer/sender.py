@@ -38,7 +38,7 @@ from rayxfer.source import WeightSource, checked_metadata
 from rayxfer.stream import Broken, Stream, Vote
 from rayxfer.topology import (
     Facts,
-    check_protocol,
+    check_agreement,
     choose_backend,
     local_facts,
     process_gone,
@@ -98,10 +98,10 @@ class _Call:
     partial: bool
     round_id: int
     version: int
-    deadline: float
-    rows: dict[int, _Row]
     process: dict[str, Any]
     base: int
+    deadline: float = 0.0
+    rows: dict[int, _Row] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     attempts: int = 0
     tries: int = 0
@@ -179,13 +179,6 @@ class Sender:
                 "partial": partial,
             }
         )
-        self._adopt(grant)
-        rows = {
-            rank: _Row(link, WorkerState.READY, grant["versions"][rank])
-            for rank, link in self._links.items()
-        }
-        for rank, error in grant["lost"].items():
-            rows[rank].fail(error, WorkerState.LOST)
         call = _Call(
             source,
             metadata,
@@ -193,14 +186,18 @@ class Sender:
             partial,
             grant["round_id"],
             grant["version"],
-            time.monotonic() + self._config.sync_timeout_s,
-            rows,
             self._local_facts().to_wire(),
             grant["base"],
         )
-        call.phases["begin"] = time.monotonic() - start
         lease = _Lease(self._coordinator, call.claim())
         try:
+            self._adopt(grant)
+            for rank, link in self._links.items():
+                call.rows[rank] = _Row(link, WorkerState.READY, grant["versions"][rank])
+            for rank, error in grant["lost"].items():
+                call.rows[rank].fail(error, WorkerState.LOST)
+            call.deadline = time.monotonic() + self._config.sync_timeout_s
+            call.phases["begin"] = time.monotonic() - start
             self._run(call)
         except BaseException as error:
             self._release(call, error)
@@ -289,7 +286,8 @@ class Sender:
             self._roster = grant["roster"]
             for member in grant["members"]:
                 rank, known = member["rank"], old.get(member["rank"])
-                if known is not None and known.incarnation == member["incarnation"]:
+                same = known is not None and known.incarnation == member["incarnation"]
+                if known is not None and same and known.facts is not None:
                     known.requested = member["backend"]
                     self._links[rank] = known
                     continue
@@ -297,7 +295,7 @@ class Sender:
                     rank,
                     client_for(member["handle"]),
                     member["backend"],
-                    Facts.from_wire(member["facts"]),
+                    Facts.from_wire(member["facts"]) if member["facts"] else None,
                     member["incarnation"],
                 )
         for link in self._links.values():
@@ -313,7 +311,8 @@ class Sender:
         sender = self._local_facts()
         groups: dict[str, list[Link]] = {}
         for link in links:
-            check_protocol(sender, link.facts, link.rank)
+            assert link.facts is not None  # only a worker that was never reached has none
+            check_agreement(sender, link.facts, link.rank, link.requested)
             if link.requested == "auto":
                 choice = choose_backend(sender, link.facts, shm_refused=link.shm_refused)
                 link.backend, link.reason = choice.backend, choice.reason

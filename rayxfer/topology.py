@@ -19,6 +19,15 @@ from rayxfer.errors import ConfigError
 
 __all__ = ["Choice", "Facts", "choose_backend", "local_facts"]
 
+NCCL_SETTINGS = (
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_NET",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_P2P_DISABLE",
+    "NCCL_PROTO",
+    "NCCL_SHM_DISABLE",
+)
+
 PROTOCOL_VERSION = 1
 """Sender and worker must speak the same; compared at connect."""
 
@@ -37,6 +46,7 @@ class Facts:
         device: "cpu", or "cuda:<GPU UUID>" where the weights live.
         num_ranks: transport ranks behind this worker (1 for a plain one).
         torch_version: bare torch version.
+        nccl_settings: the environment variables that both ends of an NCCL channel must share.
         pid_namespace, started: with boot_id and pid, what tells this process from any other.
     """
 
@@ -51,6 +61,7 @@ class Facts:
     torch_version: str = ""
     pid_namespace: str = ""
     started: str = ""
+    nccl_settings: tuple[tuple[str, str], ...] = ()
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -126,15 +137,16 @@ def local_facts(device: torch.device | None = None, *, num_ranks: int = 1) -> Fa
         torch_version=str(torch.__version__).split("+")[0],
         pid_namespace=_read_link("/proc/self/ns/pid"),
         started=_start_time(os.getpid()),
+        nccl_settings=tuple((k, os.environ[k]) for k in NCCL_SETTINGS if k in os.environ),
     )
 
 
-def process_gone(process: Facts) -> bool:
+def process_gone(process: Facts | None) -> bool:
     """True only if that process certainly is no more: it ran here, and cannot be found.
 
     Ray says so as well, but for a restartable actor only after about two seconds.
     """
-    if process.boot_id != _boot_id() or not process.started:
+    if process is None or process.boot_id != _boot_id() or not process.started:
         return False
     namespace = _read_link("/proc/self/ns/pid")
     if not namespace or process.pid_namespace != namespace or process.uid != os.getuid():
@@ -196,6 +208,25 @@ def check_protocol(sender: Facts, worker: Facts, rank: int) -> None:
             f"worker {rank} speaks rayxfer protocol {worker.protocol}, this sender {sender.protocol}: "
             "install the same rayxfer on both"
         )
+
+
+def check_agreement(sender: Facts, worker: Facts, rank: int, backend: str) -> None:
+    """What sender and worker must have in common before they are connected.
+
+    Raises:
+        ConfigError: the protocol differs, or for nccl a setting that both ends must share; naming
+            both values.
+    """
+    check_protocol(sender, worker, rank)
+    if backend != "nccl" and not (backend == "auto" and worker.device.startswith("cuda")):
+        return
+    here, there = dict(sender.nccl_settings), dict(worker.nccl_settings)
+    for key in sorted(here.keys() | there.keys()):
+        if here.get(key) != there.get(key):
+            raise ConfigError(
+                f"{key} is {there.get(key, 'unset')!r} on worker {rank} and {here.get(key, 'unset')!r} "
+                "on the sender: NCCL needs the same on both"
+            )
 
 
 def rank_offsets(num_ranks: list[int]) -> list[int]:
