@@ -314,13 +314,20 @@ class WorkerSession:
 
         Raises:
             StateError: an unknown operation, or one that does not fit the state.
+            ContractError: a message with missing or senseless fields.
             ConfigError, ContractError, BackendUnavailable: as the operation says.
         """
         function = self._ops.get(op) if isinstance(op, str) else None
         if function is None or not isinstance(message, dict):
             raise StateError(f"unknown operation {op!r}: expected one of {', '.join(self._ops)}")
         self.calls[op] = self.calls.get(op, 0) + 1
-        return function(message)
+        try:
+            return function(message)
+        except RayxferError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            text = f"bad {op!r} message: {type(error).__name__}: {error}"
+            raise ContractError(text, cause=portable_cause(error)) from error
 
     # ---- who am I ------------------------------------------------------------------------------
 
@@ -727,8 +734,8 @@ class WorkerSession:
         Nothing loaded: the old version is READY and generation resumes. Something loaded in place:
         TORN. In either case the channel is closed and a new connect is needed.
         """
-        current = self._round
-        if current is None or current.round_id != int(message["round_id"]):
+        round_id, current = int(message["round_id"]), self._round
+        if current is None or current.round_id != round_id:
             task = self._task
             if task is not None and not task.done.is_set() and task.key[0] == "connect":
                 self._abort_engine()
