@@ -79,7 +79,8 @@ class Facts:
                 raise ConfigError(
                     f"the worker's facts lack {field.name!r}: install the same rayxfer on both sides"
                 )
-        return cls(**known)
+        pairs = known.get("nccl_settings", ())  # lists, where it travelled as JSON
+        return cls(**{**known, "nccl_settings": tuple((key, value) for key, value in pairs)})
 
 
 @dataclass(frozen=True)

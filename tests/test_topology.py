@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import signal
 import socket
@@ -16,10 +17,12 @@ import torch
 
 from rayxfer import ConfigError
 from rayxfer.topology import (
+    NCCL_SETTINGS,
     PROTOCOL_VERSION,
     Choice,
     Facts,
     _start_time,
+    check_agreement,
     check_protocol,
     choose_backend,
     device_name,
@@ -38,6 +41,7 @@ HERE = Facts(
     pid=100,
     uid=1000,
     torch_version="2.13.0",
+    nccl_settings=(("NCCL_NET", "Socket"), ("NCCL_PROTO", "Simple")),
 )
 
 
@@ -161,13 +165,14 @@ def test_one_host_is_one_kernel_one_name_and_one_user() -> None:
 
 def test_facts_travel_as_plain_data() -> None:
     wire = HERE.to_wire()
-    assert all(type(value) in (int, str) for value in wire.values())
     assert Facts.from_wire(wire) == HERE
+    assert Facts.from_wire(json.loads(json.dumps(wire))) == HERE
+    assert HERE.nccl_settings
     assert Facts.from_wire({**wire, "from_a_later_version": 3}) == HERE
-    optional = ("device", "num_ranks", "torch_version")
+    optional = ("device", "num_ranks", "torch_version", "nccl_settings")
     assert Facts.from_wire(
         {k: v for k, v in wire.items() if k not in optional}
-    ) == dataclasses.replace(HERE, torch_version="")
+    ) == dataclasses.replace(HERE, torch_version="", nccl_settings=())
 
 
 @pytest.mark.parametrize("field", ["protocol", "boot_id", "hostname", "address", "pid", "uid"])
@@ -187,6 +192,16 @@ def test_local_facts() -> None:
     assert "+" not in found.torch_version
     assert local_facts(torch.device("cpu"), num_ranks=4).num_ranks == 4
     assert local_facts() == found
+
+
+def test_local_facts_hold_the_settings_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in NCCL_SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert local_facts().nccl_settings == ()
+    monkeypatch.setenv("NCCL_NET", "IB")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")  # each process's own business
+    assert local_facts().nccl_settings == (("NCCL_CUMEM_ENABLE", "0"), ("NCCL_NET", "IB"))
 
 
 def test_a_host_is_known_by_its_kernel() -> None:
@@ -322,6 +337,29 @@ def test_protocols_must_agree() -> None:
     check_protocol(HERE, facts(pid=1), 0)
     with pytest.raises(ConfigError, match="worker 3 speaks rayxfer protocol 9, this sender 1"):
         check_protocol(HERE, facts(protocol=9), 3)
+
+
+def test_settings_of_nccl_must_agree_where_it_is_used() -> None:
+    ours = facts(device=GPU_A)
+    same = facts(device=GPU_B)
+    other = facts(device=GPU_B, nccl_settings=(("NCCL_NET", "IB"), ("NCCL_PROTO", "Simple")))
+    unset = facts(device=GPU_B, nccl_settings=(("NCCL_NET", "Socket"),))
+    more = facts(device=GPU_B, nccl_settings=(*HERE.nccl_settings, ("NCCL_CUMEM_ENABLE", "1")))
+    for backend in ("nccl", "auto", "gloo"):
+        check_agreement(ours, same, 0, backend)
+    for worker, message in (
+        (other, "NCCL_NET is 'IB' on worker 2 and 'Socket' on the sender"),
+        (unset, "NCCL_PROTO is 'unset' on worker 2 and 'Simple' on the sender"),
+        (more, "NCCL_CUMEM_ENABLE is '1' on worker 2 and 'unset' on the sender"),
+    ):
+        for backend in ("nccl", "auto"):
+            with pytest.raises(ConfigError, match=message):
+                check_agreement(ours, worker, 2, backend)
+        for backend in ("gloo", "shm", "ipc"):
+            check_agreement(ours, worker, 2, backend)
+        check_agreement(ours, dataclasses.replace(worker, device="cpu"), 2, "auto")
+    with pytest.raises(ConfigError, match="worker 3 speaks rayxfer protocol 9"):
+        check_agreement(HERE, facts(protocol=9), 3, "gloo")
 
 
 def test_rank_offsets_of_every_small_deployment() -> None:
