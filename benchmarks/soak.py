@@ -680,6 +680,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         try:
             soak.run(args.rounds, args.minutes)
+        except (KeyboardInterrupt, SystemExit):
+            print("stopped early: this is what there is so far", flush=True)
         finally:
             soak.close()
     finally:
