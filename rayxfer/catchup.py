@@ -3,7 +3,7 @@
 A peer that holds it becomes the sender of one ordinary round to one worker, over the same engines and
 with the same proof. Exact by construction: either both models have the same fingerprint, and raw
 tensors are copied by name; or both load by name with the default loader and the peer itself got every
-tensor uncast, so that what it holds is what travelled.
+tensor uncast, so that what it holds is what travelled; or the peer is a keeper, which holds just that.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
-
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import TransferError
 from rayxfer.report import WorkerState
 from rayxfer.sender import Sender
-from rayxfer.source import ModuleSource
+from rayxfer.source import WeightSource
 
 __all__ = ["can_donate", "donate"]
 
 
 def can_donate(peer: dict[str, Any], newcomer: dict[str, Any]) -> bool:
     """Whether `peer` can bring `newcomer` up; both are answers to "describe"."""
+    if peer["keeper"]:
+        return True
     if peer["fingerprint"] == newcomer["fingerprint"]:
         return True
     return bool(peer["plain"] and newcomer["plain"] and peer["exact"])
 
 
-def donate(model: torch.nn.Module, message: dict[str, Any]) -> None:
-    """Run in the peer: send `model` to the newcomer as version `message["version"]`.
+def donate(source: WeightSource, message: dict[str, Any]) -> None:
+    """Run in the peer: send `source` to the newcomer as version `message["version"]`.
 
     Raises:
         TransferError and what else a sync raises; the newcomer is as a failed round leaves it.
     """
     sender = Sender(_OneRound(message))
     try:
-        report = sender.sync(ModuleSource(model), version=message["version"], partial=False)
+        report = sender.sync(source, version=message["version"], partial=False)
     finally:
         sender.close()
     row = report.workers[0]

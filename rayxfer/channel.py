@@ -220,7 +220,7 @@ def _await_all(channel: Channel, messages: list[dict[str, Any]], deadline: float
         if problems:
             # one failure fails all: do not wait for the others to time out
             raise _root(problems) or next(iter(problems.values()))
-    error = own.exception()
+    error = own.exception(timeout=0)
     if error is not None:
         raise TransferError(
             f"connect over {channel.backend!r} failed at the sender: {type(error).__name__}: {error}",

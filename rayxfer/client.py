@@ -92,10 +92,10 @@ def spawn(function: Callable[[], Any], name: str) -> Future[Any]:
 
 def outcome(future: Future[dict[str, Any]], rank: int | None) -> dict[str, Any] | RayxferError:
     """A finished call's answer, or its error as one of ours, with the worker's rank filled in."""
-    error = future.exception()
+    error = future.exception(timeout=0)
     result: dict[str, Any] | RayxferError
     if error is None:
-        answer = future.result()
+        answer = future.result(timeout=0)
         result = answer["error"] if isinstance(answer.get("error"), RayxferError) else answer
     else:
         result = mapped_error(error, rank)

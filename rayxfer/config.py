@@ -15,6 +15,7 @@ Verify = Literal["digest", "off"]
 LoadMode = Literal["in_place", "staged", "mapped"]
 PauseMode = Literal["keep", "wait", "abort"]
 CachePolicy = Literal["reset", "keep"]
+Retain = Literal["none", "host"]
 OnWorkerFailure = Literal["raise", "continue"]
 
 
@@ -55,6 +56,8 @@ class WeightTransferConfig:
         pause_mode: what happens to running requests during an update, as in vLLM: "keep" freezes
             and continues them, "wait" lets them end first, "abort" ends them at once.
         cache_policy: "reset" runs each worker's cache hook after commit, "keep" does not.
+        retain: "host" keeps one more copy of the weights on the controller's host, for workers that
+            join when no other can give them the committed version; "none" does not.
         on_worker_failure: "raise" raises `PartialUpdate` after the survivors have committed;
             "continue" only reports.
 
@@ -75,6 +78,7 @@ class WeightTransferConfig:
     pause_mode: PauseMode = "keep"
     cache_policy: CachePolicy = "reset"
     on_worker_failure: OnWorkerFailure = "raise"
+    retain: Retain = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backend", _check_backend(self.backend))
@@ -100,6 +104,7 @@ class WeightTransferConfig:
             ("pause_mode", get_args(PauseMode)),
             ("cache_policy", get_args(CachePolicy)),
             ("on_worker_failure", get_args(OnWorkerFailure)),
+            ("retain", get_args(Retain)),
         ):
             value = getattr(self, key)
             if value not in choices:

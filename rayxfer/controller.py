@@ -28,6 +28,7 @@ from rayxfer.errors import (
     portable_cause,
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
+from rayxfer.keeper import Keeper
 from rayxfer.report import Status, SyncReport
 from rayxfer.sender import Sender
 from rayxfer.source import WeightSource, as_source, is_sharded, named_tensors, num_shards
@@ -52,10 +53,19 @@ class _CoordinatorActor(Coordinator):
         config: WeightTransferConfig,
         entries: bytes,
         controller_id: str,
+        keeper: bytes,
     ) -> None:
         # As bytes: Ray warns about restartable actors that are given handles.
         handles = cloudpickle.loads(workers)
-        super().__init__(name, handles, config, entries, controller_id, _owner_alive)
+        super().__init__(
+            name,
+            handles,
+            config,
+            entries,
+            controller_id,
+            _owner_alive,
+            cloudpickle.loads(keeper),
+        )
         if reconstructed():
             self.recover()
         threading.Thread(target=self._tick_forever, name="rayxfer-tick", daemon=True).start()
@@ -212,6 +222,7 @@ class Controller:
         self._entries: dict[str, EngineEntry] = {}
         self._workers: list[Any] | None = None
         self._own: Sender | None = None
+        self._keeper: Any = None
         self._origin = False
         if workers is None:
             self._attach()
@@ -275,6 +286,12 @@ class Controller:
         }
         if detached:
             options["lifetime"] = "detached"
+        if self._config.retain == "host":
+            extra = {"lifetime": "detached", "namespace": NAMESPACE} if detached else {}
+            names = {"name": f"{self._name}-keeper"} if detached else {}
+            self._keeper = (
+                ray.remote(Keeper).options(num_cpus=0, max_restarts=-1, **extra, **names).remote()
+            )
         try:
             self._actor = actor_class.options(**options).remote(
                 self._name,
@@ -282,13 +299,15 @@ class Controller:
                 self._config,
                 pickle.dumps(self._entries),
                 uuid.uuid4().hex[:16],
+                cloudpickle.dumps(self._keeper),
             )
             self._origin = True
             self._remote().call("open")
         except BaseException as error:
             actor = getattr(self, "_actor", None)
-            if actor is not None:
-                ray.kill(actor)
+            for doomed in (actor, self._keeper):
+                if doomed is not None:
+                    ray.kill(doomed)
             if isinstance(error, RayxferError) or not isinstance(error, Exception):
                 raise
             raise _creation_error(error) from error
@@ -376,7 +395,10 @@ class Controller:
             finally:
                 sender.lock.release()
 
-        report: SyncReport = spawn(run, "rayxfer-sync").result() if _in_event_loop() else run()
+        if not _in_event_loop():
+            return run()
+        # no deadline: run() has its own, as in any other thread
+        report: SyncReport = spawn(run, "rayxfer-sync").result()
         return report
 
     def _sync_trainers(self, handles: list[Any], version: int | None, partial: bool) -> SyncReport:
@@ -448,6 +470,9 @@ class Controller:
         with contextlib.suppress(ControllerClosed, TransferTimeout):  # gone, or about to be
             self._remote().call("close", timeout_s=30.0)
         ray.kill(self._actor)
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            ray.kill(keeper)
 
     def __enter__(self) -> Controller:
         return self

@@ -30,6 +30,7 @@ from rayxfer.errors import (
     TransferTimeout,
     WorkerLost,
 )
+from rayxfer.keeper import KEEPER_RANK
 from rayxfer.report import Status, WorkerState, WorkerStatus
 from rayxfer.topology import Facts, process_gone
 
@@ -74,6 +75,7 @@ class Coordinator:
         workers: handles (or clients), in rank order.
         config: the user's settings.
         entries: what senders need to ship engines; relayed as bytes, never unpickled here.
+        keeper: the handle of a `Keeper`, for retain="host".
         controller_id: identifies this controller through restarts; default random.
         owner_alive: tells whether the controller of an owner record (name, controller_id) lives;
             a worker whose owner is dead may be taken over.
@@ -87,6 +89,7 @@ class Coordinator:
         entries: bytes = b"",
         controller_id: str | None = None,
         owner_alive: Callable[[dict[str, Any]], bool] = lambda owner: True,
+        keeper: Any = None,
     ) -> None:
         self._name = name
         self._config = config
@@ -107,6 +110,8 @@ class Coordinator:
         self._requested = [self.key_of(worker) for worker in workers]
         for index, worker in enumerate(workers):
             self._add(self._next_rank, worker, config.backend_of(index))
+        if keeper is not None:
+            self._add(KEEPER_RANK, keeper, "auto")
 
     # ---- membership -----------------------------------------------------------------------------
 
@@ -310,8 +315,9 @@ class Coordinator:
                 raise ControllerClosed(f"controller {self._name!r} was shut down")
             chosen: dict[int, _Member] = {}
             for rank in ranks:
-                if rank not in self._members:
-                    raise ConfigError(f"no worker {rank}: members are {sorted(self._members)}")
+                if rank not in self._members or rank == KEEPER_RANK:
+                    known = sorted(r for r in self._members if r != KEEPER_RANK)
+                    raise ConfigError(f"no worker {rank}: members are {known}")
                 chosen[rank] = self._members[rank]
             for worker in workers:
                 key = self.key_of(worker)
@@ -383,7 +389,8 @@ class Coordinator:
             "version": self._version,
             "owner": self._owner_record(),
             "config": self._config,
-            "raw": peer.about["fingerprint"] == member.about["fingerprint"],
+            "raw": not peer.about["keeper"]
+            and peer.about["fingerprint"] == member.about["fingerprint"],
             "newcomer": {
                 "rank": member.rank,
                 "handle": member.handle,
@@ -649,6 +656,7 @@ class Coordinator:
             workers=tuple(
                 WorkerStatus(m.rank, m.state, m.version, m.backend, m.error)
                 for m in list(self._members.values())
+                if m.rank != KEEPER_RANK
             ),
             busy=self._open is not None,
             name=self._name,

@@ -32,6 +32,7 @@ from rayxfer.errors import (
     WorkerLost,
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
+from rayxfer.keeper import KEEPER_RANK
 from rayxfer.metadata import ParamMeta, metadata_digest, metadata_to_wire
 from rayxfer.report import SyncReport, WorkerReport, WorkerState
 from rayxfer.source import WeightSource, checked_metadata
@@ -111,6 +112,10 @@ class _Call:
 
     def live(self) -> list[Link]:
         return [row.link for row in self.rows.values() if row.error is None]
+
+    def serving(self) -> bool:
+        """Whether anybody is left who will serve the version (a keeper alone does not)."""
+        return any(link.rank != KEEPER_RANK for link in self.live())
 
     def claim(self) -> dict[str, Any]:
         """What proves to a controller, a restarted one too, that this round is ours."""
@@ -226,7 +231,7 @@ class Sender:
     def _run(self, call: _Call) -> None:
         while True:
             links = call.live()
-            if not links:
+            if not call.serving():
                 raise self._nobody(call)
             try:
                 self._timed(call, "connect", self._ensure_channels, links)
@@ -625,7 +630,7 @@ class Sender:
     def _finish(self, call: _Call) -> None:
         """All live workers voted: finish on each. One that fails is TORN; the others go on."""
         links = call.live()
-        if not links:
+        if not call.serving():
             raise self._nobody(call)
         failed = []
         asked = [link for link in links if call.rows[link.rank].finish]
@@ -638,7 +643,7 @@ class Sender:
                     failed.append(call.rows[rank].link)
         if failed:
             self._abort_workers(call, failed)
-        if not call.live():
+        if not call.serving():
             raise self._nobody(call)
 
     def _commit(self, call: _Call) -> None:
@@ -717,6 +722,7 @@ class Sender:
                     error=row.error,
                 )
                 for rank, row in call.rows.items()
+                if rank != KEEPER_RANK
             ),
             phases=dict(call.phases),
             attempts=call.attempts,

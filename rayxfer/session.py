@@ -36,7 +36,7 @@ from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.loader import FuseRule, ModuleLoader, OpaqueLoader, StagedLoader, WeightLoader
 from rayxfer.metadata import ParamMeta, dtype_name, metadata_digest, metadata_from_wire
 from rayxfer.report import WorkerState
-from rayxfer.source import Rename, named_tensors
+from rayxfer.source import ModuleSource, Rename, WeightSource, named_tensors
 from rayxfer.topology import local_facts
 
 __all__ = ["Binding", "RoundAborted", "WorkerSession"]
@@ -61,6 +61,7 @@ class Binding:
         start_update, finish_update: called once per round around the loading, however many buckets.
         on_state: told every change of state.
         rename, fuse: rules of the default loader.
+        make_loader, make_source: instead of all that, for what is no model (see `rayxfer.keeper`).
     """
 
     model: torch.nn.Module | Callable[[], torch.nn.Module]
@@ -73,6 +74,14 @@ class Binding:
     on_state: Callable[[WorkerState], Any] | None = None
     rename: Rename | None = None
     fuse: Sequence[FuseRule] = ()
+    make_loader: Callable[[], WeightLoader] | None = None
+    make_source: Callable[[], WeightSource] | None = None
+
+    def source(self) -> WeightSource:
+        """What this worker can give to another."""
+        return (
+            self.make_source() if self.make_source is not None else ModuleSource(self.live_model())
+        )
 
     def live_model(self) -> torch.nn.Module:
         model = self.model if isinstance(self.model, torch.nn.Module) else self.model()
@@ -364,6 +373,7 @@ class WorkerSession:
             "fingerprint": fingerprint(model),
             "plain": plain,
             "exact": self._exact,
+            "keeper": self._binding.make_source is not None,
         }
 
     def donate(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -378,7 +388,7 @@ class WorkerSession:
                         f"this worker is {self.state} at version {self.version}: it cannot give "
                         f"version {message['version']}"
                     )
-                donate(self._binding.live_model(), message)
+                donate(self._binding.source(), message)
             return {}
 
         return self._drive(("donate", int(message["round_id"])), run, message)
@@ -544,6 +554,8 @@ class WorkerSession:
 
     def _make_loader(self, checkpoint_format: bool) -> WeightLoader:
         binding, config = self._binding, self._config
+        if binding.make_loader is not None:
+            return binding.make_loader()
         model = binding.live_model()
         staged, verify = config.load_mode == "staged", config.verify == "digest"
         if not checkpoint_format:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from rayxfer.errors import StateError
-from rayxfer.loader import FuseRule
+from rayxfer.loader import FuseRule, WeightLoader
 from rayxfer.report import WorkerState
 from rayxfer.session import Binding, WorkerSession
-from rayxfer.source import Rename
+from rayxfer.source import Rename, WeightSource
 
 __all__ = ["WorkerMixin", "reconstructed"]
 
@@ -49,6 +49,8 @@ class WorkerMixin:
         on_state: Callable[[WorkerState], Any] | None = None,
         rename: Rename | None = None,
         fuse: Sequence[FuseRule] = (),
+        make_loader: Callable[[], WeightLoader] | None = None,
+        make_source: Callable[[], WeightSource] | None = None,
     ) -> None:
         """Lend the model and hooks to rayxfer. Arguments are those of `rayxfer.session.Binding`.
 
@@ -67,6 +69,8 @@ class WorkerMixin:
                 on_state=on_state,
                 rename=rename,
                 fuse=tuple(fuse),
+                make_loader=make_loader,
+                make_source=make_source,
             ),
             caught_up=not reconstructed(),
         )

@@ -441,3 +441,24 @@ def test_five_controllers_at_once(ray_session: None) -> None:
     assert not errors
     for index, fleet in enumerate(fleets):
         expect(fleet, Net(index))
+
+
+def test_keeper_brings_a_worker_up_when_no_peer_can(ray_session: None) -> None:
+    """retain="host": the peer holds a cast, the keeper what travelled; it shows up nowhere else."""
+    narrow = InferenceActor.options(num_cpus=0).remote(lambda: Net(5).to(torch.bfloat16))
+    (wide,) = workers(1)
+    controller = control([narrow], settings("auto", retain="host"))
+    version = controller.status().version + 40
+    report = controller.sync_weights(Net(1), version=version)
+    assert [row.rank for row in report.workers] == [0]
+    part = {"layers.3.bias": torch.full((WIDTH,), 2.5)}
+    controller.sync_weights(part, partial=True)
+    (rank,) = controller.add_workers([wide])
+    status = controller.status().workers
+    assert [w.rank for w in status] == [0, rank]
+    assert (status[rank].state, status[rank].version) == ("READY", version + 1)
+    expected = Net(1)
+    with torch.no_grad():
+        expected.layers[3].bias.copy_(part["layers.3.bias"])
+    expect([wide], expected)
+    ray.kill(narrow)
