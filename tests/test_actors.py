@@ -23,7 +23,7 @@ from rayxfer import (
     TransferTimeout,
 )
 from rayxfer.client import spawn
-from tests.fleet import Plain, Source, close_shared, controller_of, held, joined
+from tests.fleet import Plain, Source, close_shared, held, joined
 from tests.helpers import assert_same_bytes, poison
 
 STEP_S = 0.03
@@ -378,12 +378,12 @@ def test_a_placement_reserves_room_and_gives_it_back() -> None:
         assert place.worker(0)["num_cpus"] == 1
         with pytest.raises(ConfigError, match="worker 2"):
             place.worker(2)
-        workers = [ray.remote(Plain).options(**place.worker(i)).remote() for i in range(2)]
-        ray.get([worker.bind.remote(Slow) for worker in workers], timeout=60)
-        with controller_of(workers, backend="auto") as controller:
-            report = controller.sync_weights(Slow(7))
-            assert [row.backend for row in report.workers] == ["shm", "shm"]
-            assert all("same host" in row.reason for row in report.workers)
+        worker = ray.remote(Plain).options(**place.worker(1)).remote()
+        ray.get(worker.bind.remote(Slow), timeout=60)
+        with joined([worker], "auto", pause_mode="keep", bucket_size_bytes=1) as controller:
+            (row,) = controller.sync_weights(Slow(7)).workers
+            assert row.backend == "shm"
+            assert "same host" in row.reason
         assert available_cpus() == free - 4
     place.remove()
     deadline = time.monotonic() + 20

@@ -17,7 +17,6 @@ import ray
 import torch
 
 import rayxfer.controller
-from actors import TrainerActor
 from rayxfer import (
     BackendUnavailable,
     ConfigError,
@@ -36,17 +35,39 @@ from tests.fleet import (
     Net,
     Plain,
     assert_exact,
+    close_shared,
     controller_of,
     gated,
     held,
+    joined,
     named_actors,
     net,
     plain_workers,
     poison_all,
     source_of,
 )
+from tests.helpers import assert_same_bytes
 
-pytestmark = pytest.mark.usefixtures("ray_session")
+
+@pytest.fixture(scope="module", autouse=True)
+def _ends(ray_session: None) -> Iterator[None]:
+    yield
+    close_shared()
+
+
+def test_five_controllers_at_once() -> None:
+    """vllm#51275: no port is fought over."""
+    workers = plain_workers(5, net)
+    config = WeightTransferConfig(backend="gloo", connect_timeout_s=60)
+    futures = [spawn(lambda w=w: Controller([w], config), "make") for w in workers]
+    controllers = [future.result(timeout=90) for future in futures]
+    try:
+        syncs = [spawn(lambda c=c: c.sync_weights(Net(5)), "sync") for c in controllers]
+        assert [sync.result(timeout=60).version for sync in syncs] == [1] * 5
+        assert_exact(Net(5), workers)
+    finally:
+        for controller in controllers:
+            controller.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -114,19 +135,18 @@ class Rank:
 def test_sync_from_trainer_actors(fleet: tuple[Controller, list[Any]]) -> None:
     """A handle, a list of one, and two data-parallel ranks."""
     controller, workers = fleet
-    trainer = TrainerActor.options(num_cpus=0).remote(lambda: Net(21))
     ranks = [ray.remote(Rank).options(num_cpus=0).remote(r, 30 + r) for r in range(2)]
     try:
-        for offer, seed in ((trainer, 21), ([trainer], 21), (ranks, 30)):
+        for offer in (ranks[0], [ranks[0]], ranks):
             poison_all(workers)
             version = controller.status().version + 5
             report = controller.sync_weights(offer, version=version)
             assert report.version == controller.status().version == version
-            assert_exact(Net(seed), workers)
+            assert_exact(Net(30), workers)
         with pytest.raises(StateError, match="not above"):  # raised there, our type here
-            controller.sync_weights(trainer, version=version)
+            controller.sync_weights(ranks[0], version=version)
     finally:
-        for actor in (trainer, *ranks):
+        for actor in ranks:
             ray.kill(actor)
 
 
@@ -277,13 +297,6 @@ def test_a_name_attaches_and_is_not_mistaken_for_another(
         Controller(name="test-names")
 
 
-def test_default_names_are_unique(fleet: tuple[Controller, list[Any]], spare: list[Any]) -> None:
-    controller, _ = fleet
-    with controller_of(spare, backend="shm") as other:
-        assert other.name != controller.name
-        assert {other.name, controller.name} <= named_actors()
-
-
 # ---- refusals -----------------------------------------------------------------------------------
 
 
@@ -321,7 +334,11 @@ class Unbound(WorkerMixin):
     [(NotAWorker, "WorkerMixin"), (Unbound, "rayxfer_bind")],
     ids=["plain", "unbound"],
 )
-def test_what_is_no_worker_is_refused(kind: type, says: str, spare: list[Any]) -> None:
+def test_what_is_no_worker_is_refused(
+    kind: type, says: str, fleet: tuple[Controller, list[Any]], spare: list[Any]
+) -> None:
+    """By the constructor and by add_workers; then nobody has joined, or is left owned."""
+    controller, _ = fleet
     before = named_actors()
     actor = ray.remote(kind).options(num_cpus=0).remote()
     try:
@@ -331,12 +348,13 @@ def test_what_is_no_worker_is_refused(kind: type, says: str, spare: list[Any]) -
             Controller([spare[0], actor], WeightTransferConfig(backend="shm"))
         assert time.monotonic() - start < 15
         assert named_actors() == before
-        with controller_of(spare, backend="shm") as controller:  # nobody was left owned
-            with pytest.raises(ConfigError, match=says):
-                controller.add_workers([actor])
-            assert len(controller.status().workers) == 2
-            controller.sync_weights(Net(1))
-            assert_exact(Net(1), spare)
+        start = time.monotonic()
+        with pytest.raises(ConfigError, match=says):
+            controller.add_workers([spare[0], actor])
+        assert time.monotonic() - start < 3
+        assert len(controller.status().workers) == 2
+        ranks = controller.add_workers(spare[:1])  # free: it can join
+        controller.remove_workers(ranks)
     finally:
         ray.kill(actor)
 
@@ -356,7 +374,7 @@ def test_a_dead_worker_is_named() -> None:
 
 def test_the_same_worker_twice_is_refused(spare: list[Any]) -> None:
     before = named_actors()
-    with pytest.raises(ConfigError, match="already"):
+    with pytest.raises(ConfigError, match="same actor"):
         Controller([spare[0], spare[0]], WeightTransferConfig(backend="shm"))
     with pytest.raises(ConfigError, match="2 workers"):
         Controller(spare, WeightTransferConfig(backend=["shm"]))
@@ -376,6 +394,8 @@ def test_a_worker_has_one_controller(fleet: tuple[Controller, list[Any]], spare:
     assert_exact(Net(2), workers)
 
     doomed = Controller(spare, WeightTransferConfig(backend="shm"))
+    assert doomed.name != controller.name
+    assert {doomed.name, controller.name} <= named_actors()
     doomed.sync_weights(Net(3), version=9)
     ray.kill(ray.get_actor(doomed.name, namespace="rayxfer"))
     poison_all(spare)
@@ -388,7 +408,9 @@ def test_a_worker_has_one_controller(fleet: tuple[Controller, list[Any]], spare:
 
 def test_add_and_remove_workers(spare: list[Any]) -> None:
     more = plain_workers(1, net, first=4)
-    with controller_of(spare[:1], backend="shm") as controller:
+    with controller_of([], backend="shm") as controller:
+        assert controller.status().workers == ()
+        assert controller.add_workers(spare[:1]) == [0]
         controller.sync_weights(Net(1))
         assert controller.add_workers([spare[1]]) == [1]
         assert_exact(Net(1), spare)  # caught up from its peer
@@ -444,14 +466,6 @@ def test_workers_come_and_go_while_a_round_is_under_way(spare: list[Any]) -> Non
         assert_exact(Net(1), spare[:1])
 
 
-def test_a_fleet_that_starts_empty(spare: list[Any]) -> None:
-    with controller_of([], backend="shm") as controller:
-        assert controller.status().workers == ()
-        assert controller.add_workers(spare) == [0, 1]
-        controller.sync_weights(Net(1))
-        assert_exact(Net(1), spare)
-
-
 # ---- the end ------------------------------------------------------------------------------------
 
 
@@ -480,21 +494,6 @@ def test_shutdown_can_be_repeated_and_leaves_only_the_workers(spare: list[Any]) 
         again.status()
 
 
-def test_five_controllers_at_once() -> None:
-    """vllm#51275: no port is fought over."""
-    workers = plain_workers(5, net, first=2)
-    config = WeightTransferConfig(backend="gloo", connect_timeout_s=60)
-    futures = [spawn(lambda w=w: Controller([w], config), "make") for w in workers]
-    controllers = [future.result(timeout=90) for future in futures]
-    try:
-        syncs = [spawn(lambda c=c: c.sync_weights(Net(5)), "sync") for c in controllers]
-        assert [sync.result(timeout=60).version for sync in syncs] == [1] * 5
-        assert_exact(Net(5), workers)
-    finally:
-        for controller in controllers:
-            controller.shutdown()
-
-
 # ---- field reports ------------------------------------------------------------------------------
 
 
@@ -513,19 +512,20 @@ class AsyncWorker(WorkerMixin):
         return held(self.model)
 
 
-@pytest.mark.parametrize("backend", ["shm", "object_store"])
-def test_two_chained_syncs_into_an_async_actor(backend: str) -> None:
+def test_two_chained_syncs_into_an_async_actor() -> None:
     """ray#59610."""
     actor = ray.remote(AsyncWorker).options(num_cpus=0).remote()
     try:
         ray.get(actor.bind.remote())
-        with controller_of([actor], backend=backend, bucket_size_bytes=1024) as controller:
-            running = [actor.busy.remote() for _ in range(3)]
-            for version in (1, 2):
-                assert controller.sync_weights(Net(version)).version == version
-                want, got = held(Net(version)), ray.get(actor.held.remote())
-                assert all(torch.equal(want[name], got[name]) for name in want)
-            assert ray.get(running) == ["done"] * 3
+        for backend in ("shm", "object_store"):
+            with joined([actor], backend, bucket_size_bytes=1024) as controller:
+                running = [actor.busy.remote() for _ in range(3)]
+                version = controller.status().version
+                for step in (1, 2):
+                    model = Net(step + len(backend))
+                    assert controller.sync_weights(model).version == version + step
+                    assert_same_bytes(held(model), ray.get(actor.held.remote()))
+                assert ray.get(running) == ["done"] * 3
     finally:
         ray.kill(actor)
 
@@ -546,7 +546,7 @@ def test_no_tensor_passes_through_the_controller(
         return torch.nn.Linear(4096, 4096, bias=False)
 
     ray.get([worker.bind.remote(big) for worker in spare])
-    with controller_of(spare, backend="shm") as controller:
+    with joined(spare, "shm", bucket_size_bytes=1024) as controller:
         assert len(cloudpickle.dumps(controller)) < 1 << 20
         monkeypatch.setattr(rayxfer.controller._Remote, "call", counting)
         model = big()

@@ -828,7 +828,10 @@ def test_workers_load_at_the_same_time(backend: str) -> None:
 
         return {"load_weights": load}
 
-    with fleet(backend, lambda: Many(8), hooks, count=4) as (controller, workers):
+    with fleet(backend, lambda: Many(8), hooks, count=4, bucket_size_bytes=64 << 10) as (
+        controller,
+        workers,
+    ):
         controller.sync_weights(Many(8))  # connects, and learns what the loaders do
         run_on(workers, lambda worker: worker.log.clear())
         report = controller.sync_weights(Many(8, seed=2))
