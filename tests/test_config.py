@@ -11,8 +11,8 @@ from rayxfer import ConfigError, ParallelConfig, WeightTransferConfig
 
 
 def test_defaults() -> None:
-    config = WeightTransferConfig()
-    assert dataclasses.asdict(config) == {
+    found = dataclasses.asdict(WeightTransferConfig())
+    expected = {
         "backend": "auto",
         "init_info": {},
         "update_info": {},
@@ -27,6 +27,7 @@ def test_defaults() -> None:
         "cache_policy": "reset",
         "on_worker_failure": "raise",
     }
+    assert {field: found[field] for field in expected} == expected
 
 
 def test_it_is_keyword_only_and_frozen() -> None:
