@@ -8,6 +8,7 @@ else in this file is optional and has a default that works.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -221,15 +222,9 @@ def _parse(engine: object, cls: type[_TInfo], data: Any, what: str) -> _TInfo:
             f"Invalid {what} for {owner}: expected a dict with string keys, got {type(data).__name__}"
         )
     if dataclasses.is_dataclass(cls):
-        known = {f.name: f for f in dataclasses.fields(cls) if f.init}
+        known = inspect.signature(cls).parameters  # fields, and InitVars, which are none
         unknown = [key for key in data if key not in known]
-        missing = [
-            name
-            for name, f in known.items()
-            if name not in data
-            and f.default is dataclasses.MISSING
-            and f.default_factory is dataclasses.MISSING
-        ]
+        missing = [n for n, p in known.items() if n not in data and p.default is p.empty]
         if unknown or missing:
             parts = [f"unknown field {key!r}" for key in unknown]
             parts += [f"missing field {name!r}" for name in missing]

@@ -256,15 +256,15 @@ class Controller:
                 f"backend lists {len(backend)} names for {len(workers)} workers: one per worker, or a "
                 "single name"
             )
+        for one in self._config.backends:
+            if one != "auto":
+                self._entries[one] = WeightTransferEngineFactory.entry(one)
         seen: dict[str, int] = {}
         for rank, worker in enumerate(workers):
             client_for(worker).check()
             first = seen.setdefault(Coordinator.key_of(worker), rank)
             if first != rank:
                 raise ConfigError(f"workers {first} and {rank} are the same actor: it has one rank")
-        for one in self._config.backends:
-            if one != "auto":
-                self._entries[one] = WeightTransferEngineFactory.entry(one)
         if self._config.load_mode == "mapped":
             raise ConfigError('load_mode="mapped" is not built yet: use "in_place" or "staged"')
         if maybe_running:

@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,6 +100,7 @@ class Coordinator:
         self._lock = threading.RLock()
         self._members: dict[int, _Member] = {}
         self._next_rank = 0
+        self._roster_sequence = 0
         self._version = 0
         self._next_round = 1
         self._open: _Open | None = None
@@ -129,6 +130,7 @@ class Coordinator:
         member = _Member(rank, worker, client, backend, backend)
         self._members[rank] = member
         self._next_rank = max(self._next_rank, rank + 1)
+        self._roster_sequence += 1
         self._touch_roster()
         return member
 
@@ -142,6 +144,8 @@ class Coordinator:
             "controller_id": self._controller_id,
             "epoch": self._epoch,
             "version": self._version,
+            "next_rank": self._next_rank,
+            "roster_sequence": self._roster_sequence,
             "roster": [
                 {"rank": m.rank, "handle": m.handle, "backend": m.requested}
                 for m in self._members.values()
@@ -174,6 +178,7 @@ class Coordinator:
         with self._lock:
             self._recovered = True
             described: dict[int, dict[str, Any] | RayxferError] = {}
+            latest = (-1, -1)
             while todo := [m for m in self._members.values() if m.rank not in described]:
                 answers = self._ask_all(todo, "describe", {}, _REJOIN_TIMEOUT_S)
                 described |= answers
@@ -182,18 +187,31 @@ class Coordinator:
                     if owner is None or owner["controller_id"] != self._controller_id:
                         continue
                     assert isinstance(answer, dict)
-                    self._epoch = max(self._epoch, owner["epoch"] + 1)
-                    self._version = max(self._version, owner["version"])
+                    self._version = max(self._version, owner["version"], answer["version"])
                     self._next_round = max(self._next_round, answer["last_round"] + 1)
-                    if answer["state"] == WorkerState.READY:
-                        self._version = max(self._version, answer["version"])
-                    for entry in owner["roster"]:
-                        if all(
-                            self.key_of(m.handle) != self.key_of(entry["handle"])
-                            for m in self._members.values()
-                        ):
-                            self._add(entry["rank"], entry["handle"], entry["backend"])
+                    self._next_rank = max(self._next_rank, owner["next_rank"])
+                    self._epoch = max(self._epoch, owner["epoch"] + 1)
+                    written = (owner["epoch"], owner["roster_sequence"])
+                    if written > latest:
+                        latest = written
+                        self._follow(owner["roster"], described)
+            self._roster_sequence = max(self._roster_sequence, latest[1] + 1)
             self._welcome(list(self._members.values()), _REJOIN_TIMEOUT_S, described)
+
+    def _follow(
+        self, roster: list[dict[str, Any]], described: dict[int, dict[str, Any] | RayxferError]
+    ) -> None:
+        """Make the members those of a stored roster: it is newer than the constructor's list."""
+        by_key = {self.key_of(m.handle): m for m in self._members.values()}
+        answers = {self.key_of(m.handle): described.get(m.rank) for m in by_key.values()}
+        self._members = {}
+        described.clear()
+        for entry in roster:
+            key = self.key_of(entry["handle"])
+            member = self._add(entry["rank"], entry["handle"], entry["backend"])
+            answer = answers.get(key)
+            if answer is not None:
+                described[member.rank] = answer
 
     def _ask_all(
         self, members: Iterable[_Member], op: str, message: dict[str, Any], timeout_s: float
@@ -339,14 +357,16 @@ class Coordinator:
 
     def _drop(self, member: _Member) -> None:
         del self._members[member.rank]
+        self._roster_sequence += 1
         self._touch_roster()
         member.client.signal("detach", {"controller_id": self._controller_id})
 
     def _share_roster(self) -> None:
-        """Let every member store the new roster; not waited for."""
+        """Let every member store the new roster. One is waited for: a restart would forget it."""
         message = {"owner": self._owner_record()}
-        for member in self._members.values():
-            member.client.signal("attach", message)
+        futures = [m.client.signal("attach", message) for m in self._members.values()]
+        if futures:
+            wait_futures(futures, timeout=1.0, return_when=FIRST_COMPLETED)
 
     # ---- catching up without the trainer ----------------------------------------------------------
 

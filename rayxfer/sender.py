@@ -34,6 +34,7 @@ from rayxfer.errors import (
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.keeper import KEEPER_RANK
 from rayxfer.metadata import ParamMeta, metadata_digest, metadata_to_wire
+from rayxfer.packing import ALIGNMENT_BYTES
 from rayxfer.report import SyncReport, WorkerReport, WorkerState
 from rayxfer.source import WeightSource, checked_metadata
 from rayxfer.stream import Broken, Stream, Vote
@@ -343,11 +344,10 @@ class Sender:
     def _open(self, call: _Call, backend: str, group: list[Link], deadline: float) -> Channel:
         entry = self._entry(backend)
         engine_cls = entry.load()
-        size = self._config.bucket_size_bytes
-        if size is None:
-            # never more than the model, but room for it to grow without a new channel
-            total = sum(m.num_bytes + 64 for m in call.metadata)
-            size = max(1, min(engine_cls.default_bucket_size_bytes, total))
+        # never more than the model
+        total = sum(m.num_bytes + ALIGNMENT_BYTES for m in call.metadata)
+        wanted = self._config.bucket_size_bytes or engine_cls.default_bucket_size_bytes
+        size = max(1, min(wanted, total))
         try:
             return connect(
                 backend=backend,

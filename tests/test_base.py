@@ -228,11 +228,6 @@ def test_an_info_class_need_not_be_a_dataclass() -> None:
         Other().parse_init_info({"port": "h"})
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="parse_init_info compares with dataclasses.fields(), which leaves InitVar fields out, so it "
-    "refuses them as unknown; vLLM hands the dict to the class and would take them",
-)
 def test_an_info_class_may_have_init_only_fields() -> None:
     @dataclass
     class WithSecret(WeightTransferInitInfo):

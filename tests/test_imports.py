@@ -138,19 +138,6 @@ ENDS = """
 """
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "shm",
-        pytest.param(
-            "gloo",
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="GlooGroup.close leaves the group to a daemon thread; a script that ends right "
-                "after shutdown() kills that thread inside the group's destructor: SIGABRT",
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_a_script_that_shuts_down_and_ends_ends_well(backend: str) -> None:
     run(ENDS.format(backend=backend))

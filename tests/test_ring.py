@@ -531,11 +531,6 @@ def test_all_memory_is_there_from_the_start() -> None:
     assert touched < (16 << 20) // 4096 // 4  # of 4096 pages, twice
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a bucket_size_bytes that the user sets is not capped by the size of the model, so the ring "
-    "takes two buckets of it, however little there is to send",
-)
 def test_a_ring_is_no_larger_than_the_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
     original = RingWriter.__init__

@@ -10,9 +10,12 @@ Payloads travel unencrypted.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -135,7 +138,20 @@ class GlooGroup(Group):
             # Dropping a group with a stuck operation blocks, so that is left to a daemon thread.
             box = [group]
             del group
-            threading.Thread(target=box.clear, name="rayxfer-gloo-close", daemon=True).start()
+            thread = threading.Thread(target=box.clear, name="rayxfer-gloo-close", daemon=True)
+            _closing.add(thread)
+            thread.start()
+
+
+_closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_closing() -> None:
+    """A process that ends inside a group's destructor aborts: give those a moment."""
+    deadline = time.monotonic() + 2.0
+    for thread in list(_closing):
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass
