@@ -17,16 +17,7 @@ from rayxfer.report import WorkerState
 from rayxfer.sender import Sender
 from rayxfer.source import WeightSource
 
-__all__ = ["can_donate", "donate"]
-
-
-def can_donate(peer: dict[str, Any], newcomer: dict[str, Any]) -> bool:
-    """Whether `peer` can bring `newcomer` up; both are answers to "describe"."""
-    if peer["keeper"]:
-        return True
-    if peer["fingerprint"] == newcomer["fingerprint"]:
-        return True
-    return bool(peer["plain"] and newcomer["plain"] and peer["exact"])
+__all__ = ["donate"]
 
 
 def donate(source: WeightSource, message: dict[str, Any]) -> None:

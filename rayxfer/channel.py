@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rayxfer.base import SessionPlan, WeightTransferEngine
-from rayxfer.client import WorkerClient, lost_process, outcome, spawn
+from rayxfer.client import SLICE_S, WorkerClient, lost_process, outcome, spawn
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
     BackendUnavailable,
@@ -26,9 +26,6 @@ from rayxfer.factory import EngineEntry
 from rayxfer.topology import Facts, process_gone
 
 __all__ = ["Channel", "Link", "connect"]
-
-SLICE_S = 1.0
-"""Longest time that one control call waits on a worker before it answers with its progress."""
 
 
 @dataclass

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayxfer.errors import ConfigError, RayxferError, TransferError, WorkerLost, portable_cause
-from rayxfer.session import WorkerSession
 from rayxfer.topology import Facts, process_gone
+
+if TYPE_CHECKING:
+    from rayxfer.session import WorkerSession
+
+SLICE_S = 1.0
+"""Longest time that one control call waits on a worker before it answers with its progress."""
 
 __all__ = ["InProcessClient", "RayClient", "WorkerClient", "client_for"]
 
@@ -76,8 +84,6 @@ def client_for(worker: Any) -> WorkerClient:
 
 def spawn(function: Callable[[], Any], name: str) -> Future[Any]:
     """Run `function` in a daemon thread of its own; a future for its outcome."""
-    import threading
-
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -158,8 +164,6 @@ def lost_process(rank: int, phase: str) -> WorkerLost:
 
 def is_lost(error: BaseException) -> bool:
     """Whether an exception of Ray's means that the actor cannot be reached."""
-    import sys
-
     exceptions = sys.modules.get("ray.exceptions")
     if exceptions is None:
         return False
@@ -174,3 +178,16 @@ def is_lost(error: BaseException) -> bool:
             exceptions.TaskCancelledError,
         ),
     )
+
+
+def reconstructed() -> bool:
+    """Whether Ray has restarted the actor that this process is."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray warns about its own implementation of this property
+        try:
+            return bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        except (AssertionError, RuntimeError):  # not in an actor
+            return False

@@ -17,6 +17,7 @@ import ray
 
 from rayxfer.client import client_for, is_lost, mapped_error, spawn
 from rayxfer.config import WeightTransferConfig
+from rayxfer.controller_actor import NAMESPACE, controller_actor_class
 from rayxfer.coordinator import Coordinator
 from rayxfer.errors import (
     ConfigError,
@@ -32,81 +33,11 @@ from rayxfer.keeper import Keeper
 from rayxfer.report import Status, SyncReport
 from rayxfer.sender import Sender
 from rayxfer.source import WeightSource, as_source, is_sharded, named_tensors, num_shards
-from rayxfer.worker import reconstructed
 
 __all__ = ["Controller"]
 
-NAMESPACE = "rayxfer"
 _MARGIN_S = 15.0
 _STATUS_TIMEOUT_S = 30.0  # answers in milliseconds, unless Ray is just restarting the controller
-_GROUPS = {"status": 4, "membership": 2}
-"""Threads: `status` and leases never wait behind a `begin`, nor a commit behind a join."""
-
-
-class _CoordinatorActor(Coordinator):
-    """The plain class, plus a clock. Runs as a Ray actor."""
-
-    def __init__(
-        self,
-        name: str,
-        workers: bytes,
-        config: WeightTransferConfig,
-        entries: bytes,
-        controller_id: str,
-        keeper: bytes,
-    ) -> None:
-        # As bytes: Ray warns about restartable actors that are given handles.
-        handles = cloudpickle.loads(workers)
-        super().__init__(
-            name,
-            handles,
-            config,
-            entries,
-            controller_id,
-            _owner_alive,
-            cloudpickle.loads(keeper),
-        )
-        if reconstructed():
-            self.recover()
-        threading.Thread(target=self._tick_forever, name="rayxfer-tick", daemon=True).start()
-
-    def _tick_forever(self) -> None:
-        while not self._closed:
-            time.sleep(1.0)
-            self.tick()
-
-    @ray.method(concurrency_group="status")
-    def status(self) -> Status:
-        return super().status()
-
-    @ray.method(concurrency_group="status")
-    def controller_id(self) -> str:
-        return super().controller_id()
-
-    @ray.method(concurrency_group="status")
-    def renew(self, claim: dict[str, Any]) -> None:
-        super().renew(claim)
-
-    @ray.method(concurrency_group="membership")
-    def add_workers(self, workers: list[Any], backends: list[str]) -> list[int]:
-        return super().add_workers(workers, backends)
-
-    @ray.method(concurrency_group="membership")
-    def remove_workers(self, ranks: list[int], workers: list[Any]) -> None:
-        super().remove_workers(ranks, workers)
-
-
-def _owner_alive(owner: dict[str, Any]) -> bool:
-    try:
-        actor = ray.get_actor(owner["name"], namespace=NAMESPACE)
-        found: str = ray.get(actor.controller_id.remote(), timeout=2.0)
-    except ValueError:
-        return False  # Ray knows no such actor
-    except ray.exceptions.GetTimeoutError:
-        return True  # slow is not dead
-    except ray.exceptions.RayError:
-        return False
-    return bool(found == owner["controller_id"])
 
 
 class _Remote:
@@ -277,7 +208,7 @@ class Controller:
                     "same_request", workers, config
                 )
                 return
-        actor_class = ray.remote(concurrency_groups=_GROUPS)(_CoordinatorActor)
+        actor_class = controller_actor_class()
         options: dict[str, Any] = {
             "name": self._name,
             "namespace": NAMESPACE,

@@ -16,9 +16,7 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayxfer.catchup import can_donate
-from rayxfer.channel import SLICE_S
-from rayxfer.client import WorkerClient, client_for, outcome
+from rayxfer.client import SLICE_S, WorkerClient, client_for, outcome
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
     ConfigError,
@@ -30,8 +28,7 @@ from rayxfer.errors import (
     TransferTimeout,
     WorkerLost,
 )
-from rayxfer.keeper import KEEPER_RANK
-from rayxfer.report import Status, WorkerState, WorkerStatus
+from rayxfer.report import KEEPER_RANK, Status, WorkerState, WorkerStatus
 from rayxfer.topology import Facts, process_gone
 
 __all__ = ["Coordinator"]
@@ -706,6 +703,14 @@ class Coordinator:
             futures = [m.client.signal("detach", message) for m in self._members.values()]
         if futures:
             wait_futures(futures, timeout=10.0)
+
+
+def can_donate(peer: dict[str, Any], newcomer: dict[str, Any]) -> bool:
+    """Whether `peer` can bring `newcomer` up exactly (see `rayxfer.catchup`); both are answers to
+    "describe"."""
+    if peer["keeper"] or peer["fingerprint"] == newcomer["fingerprint"]:
+        return True
+    return bool(peer["plain"] and newcomer["plain"] and peer["exact"])
 
 
 def _not_a_worker(error: RayxferError, rank: int) -> RayxferError:

@@ -19,10 +19,7 @@ from rayxfer.packing import as_bytes
 from rayxfer.source import WeightSource
 from rayxfer.worker import WorkerMixin
 
-__all__ = ["KEEPER_RANK", "Keeper"]
-
-KEEPER_RANK = -1
-"""Not a place in the list of workers: status and reports leave it out."""
+__all__ = ["Keeper"]
 
 
 class Keeper(WorkerMixin):

@@ -11,6 +11,10 @@ from rayxfer.errors import RayxferError
 __all__ = ["Status", "SyncReport", "WorkerReport", "WorkerState", "WorkerStatus"]
 
 
+KEEPER_RANK = -1
+"""The rank of a keeper (`rayxfer.keeper`): no place in the list of workers, so never shown."""
+
+
 class WorkerState(enum.StrEnum):
     """Where a worker stands. A `str`: compares and prints as its name.
 

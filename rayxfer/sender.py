@@ -17,8 +17,8 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rayxfer.channel import SLICE_S, Channel, Link, connect
-from rayxfer.client import client_for, lost_process, outcome, wait_answers
+from rayxfer.channel import Channel, Link, connect
+from rayxfer.client import SLICE_S, client_for, lost_process, outcome, wait_answers
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
     BackendUnavailable,
@@ -32,10 +32,9 @@ from rayxfer.errors import (
     WorkerLost,
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
-from rayxfer.keeper import KEEPER_RANK
 from rayxfer.metadata import ParamMeta, metadata_digest, metadata_to_wire
 from rayxfer.packing import ALIGNMENT_BYTES
-from rayxfer.report import SyncReport, WorkerReport, WorkerState
+from rayxfer.report import KEEPER_RANK, SyncReport, WorkerReport, WorkerState
 from rayxfer.source import WeightSource, checked_metadata
 from rayxfer.stream import Broken, Stream, Vote
 from rayxfer.topology import (

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from rayxfer.channel import SLICE_S, Channel, Link
-from rayxfer.client import lost_process, outcome
+from rayxfer.channel import Channel, Link
+from rayxfer.client import SLICE_S, lost_process, outcome
 from rayxfer.config import WeightTransferConfig
 from rayxfer.digest import digest
 from rayxfer.errors import (

@@ -11,11 +11,12 @@ import os
 import socket
 import sys
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from rayxfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Choice", "Facts", "choose_backend", "local_facts"]
 
@@ -121,11 +122,15 @@ def device_name(device: torch.device) -> str:
     """ "cpu", or "cuda:<UUID>": the UUID is the same under every CUDA_VISIBLE_DEVICES."""
     if device.type != "cuda":
         return device.type
+    import torch
+
     return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
 
 
 def local_facts(device: torch.device | None = None, *, num_ranks: int = 1) -> Facts:
     """The facts about this process; `device` is where its weights live (default CPU)."""
+    import torch  # here, since the controller actor reads others' facts and does without torch
+
     return Facts(
         protocol=PROTOCOL_VERSION,
         boot_id=_boot_id(),

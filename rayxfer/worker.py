@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from rayxfer.client import reconstructed
 from rayxfer.errors import StateError
 from rayxfer.loader import FuseRule, WeightLoader
 from rayxfer.report import WorkerState
 from rayxfer.session import Binding, WorkerSession
 from rayxfer.source import Rename, WeightSource
 
-__all__ = ["WorkerMixin", "reconstructed"]
+__all__ = ["WorkerMixin"]
 
 
 class WorkerMixin:
@@ -97,16 +96,3 @@ class WorkerMixin:
     def ping(self) -> bool:
         """True: this process answers."""
         return True
-
-
-def reconstructed() -> bool:
-    """Whether Ray has restarted the actor that this process is."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Ray warns about its own implementation of this property
-        try:
-            return bool(ray.get_runtime_context().was_current_actor_reconstructed)
-        except (AssertionError, RuntimeError):  # not in an actor
-            return False
