@@ -854,6 +854,30 @@ def test_time_grows_no_faster_than_the_number_of_tensors(backend: str) -> None:
     assert seconds[2000] < 6 * seconds[500]
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_a_worker_holds_one_extra_copy_at_most(backend: str) -> None:
+    """ray#12317: 16 MiB in one tensor, two workers on the trainer's node."""
+    size = 16 << 20
+
+    def start(worker: Plain) -> None:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        worker.log = [resident("VmRSS")]
+
+    def resident(key: str) -> int:
+        text = Path("/proc/self/status").read_text()
+        line = next(line for line in text.splitlines() if line.startswith(key))
+        return int(line.split()[1]) * 1024
+
+    with fleet(backend, lambda: Many(1, size), count=2, bucket_size_bytes=1 << 20) as both:
+        controller, workers = both
+        controller.sync_weights(Many(1, size))
+        run_on(workers, start)
+        controller.sync_weights(Many(1, size, seed=2))
+        for extra in run_on(workers, lambda worker: resident("VmHWM") - worker.log[0]):
+            assert extra < size + (6 << 20)
+        assert_exact(Many(1, size, seed=2), workers)
+
+
 def test_a_gated_round_leaves_receivers_as_they_were() -> None:
     """The poison that the tests above rely on is there until bytes arrive."""
     entered, go_on = threading.Event(), threading.Event()
