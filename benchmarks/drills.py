@@ -410,15 +410,16 @@ DRILLS: dict[str, Callable[[Fleet], Kill]] = {
 
 def run(
     counts: dict[str, int],
-    backends: Sequence[str],
+    settings: Sequence[tuple[str, str]],
     rng: random.Random,
     kills: list[Kill],
     say: Callable[[str], None] = print,
 ) -> None:
     """So many kills of each kind that hit a transfer (controllers: anywhere), shared out over one
-    fleet for each backend and load mode. What comes of them is added to `kills`; those that came too
-    late are in there, but not counted."""
-    settings = [(backend, mode) for backend in backends for mode in ("in_place", "staged")]
+    fleet for each of `settings` (backend, load mode).
+
+    What comes of them is added to `kills`; those that came too late are in there, but not counted.
+    """
     for index, (backend, mode) in enumerate(settings):
         start = time.monotonic()
         fleet = Fleet(backend, mode, rng)
@@ -437,7 +438,10 @@ def _run_some(
 ) -> None:
     mine: list[Kill] = []
     while sum(kill.landed or kind == "controller" for kill in mine) < share:
-        kill = DRILLS[kind](fleet)
+        try:
+            kill = DRILLS[kind](fleet)
+        except RayxferError as error:  # from a call that nothing disturbed
+            kill = Kill(kind, fleet.setting, problems=[f"{type(error).__name__}: {error}"])
         mine.append(kill)
         kills.append(kill)
         for problem in kill.problems:
@@ -487,6 +491,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--trainer-kills", type=int, default=30)
     parser.add_argument("--controller-kills", type=int, default=30)
     parser.add_argument("--backends", type=lambda text: text.split(","), default=list(BACKENDS))
+    parser.add_argument(
+        "--load-modes", type=lambda text: text.split(","), default=["in_place", "staged"]
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     return parser.parse_args(argv)
@@ -505,7 +512,8 @@ def main(argv: Sequence[str]) -> int:
     }
     try:
         rng = random.Random(f"drills {args.seed}")
-        run(counts, args.backends, rng, kills, lambda text: print(text, flush=True))
+        settings = [(b, mode) for b in args.backends for mode in args.load_modes]
+        run(counts, settings, rng, kills, lambda text: print(text, flush=True))
     except (KeyboardInterrupt, SystemExit):
         print("stopped early: this is what there is so far", flush=True)
     finally:

@@ -22,13 +22,14 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
+import torch
 
 from benchmarks import reporting
 from benchmarks.fleet import (
@@ -50,10 +51,13 @@ from benchmarks.fleet import (
 )
 from rayxfer import (
     Controller,
+    ModuleSource,
+    ParamMeta,
     PartialUpdate,
     RayxferError,
     SyncReport,
     TransferTimeout,
+    WeightSource,
     WeightTransferConfig,
 )
 from rayxfer.report import Status
@@ -102,6 +106,20 @@ def load_by_hand(model: Stamped, weights: list[tuple[str, Any]]) -> set[str]:
         model.broken_loader_at -= model.broken_loader_at > 0
         parts[name].copy_(tensor)
     return {name for name, _ in weights}
+
+
+class Fickle(WeightSource):
+    """Declares a model, and yields another shape at tensor `at`."""
+
+    def __init__(self, model: Stamped, at: int) -> None:
+        self._inner, self._at = ModuleSource(model), at
+
+    def metadata(self) -> list[ParamMeta]:
+        return self._inner.metadata()
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for index, (name, tensor) in enumerate(self._inner):
+            yield name, tensor[1:] if index == self._at else tensor
 
 
 @dataclass
@@ -422,13 +440,11 @@ class Soak:
         return None
 
     def bad_source(self) -> None:
-        """The trainer's weights turn out other than declared."""
-        names = dict(self._model.named_parameters())
-        bad = {**names, "parts.nowhere": names["parts.3"]}
+        """The trainer's weights turn out other than declared, half-way."""
         before = self.version
-        report = self._sync(self._new_stamps(), bad)
+        report = self._sync(self._new_stamps(), Fickle(self._model, self.rng.randrange(_TENSORS)))
         if report is not None or self.version != before:
-            self._problem("an offer with an unknown name was taken")
+            self._problem("a source that broke its own metadata was committed")
 
     def _train_trainer(self) -> tuple[int, ...]:
         stamps = self._new_stamps()
