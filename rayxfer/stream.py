@@ -138,6 +138,7 @@ class Stream:
         }
         self._outstanding = dict.fromkeys(self._links, 0)
         self._heard = dict.fromkeys(self._links, time.monotonic())
+        self._counting = threading.Lock()
         self._bytes = dict.fromkeys(self._links, 0)
         self._busy = dict.fromkeys(self._links, False)
         self._failed: dict[int, RayxferError] = {}
@@ -317,7 +318,10 @@ class Stream:
 
     def ask(self, link: Link, extra: dict[str, Any]) -> None:
         """One update call. Thread-safe."""
-        self._outstanding[link.rank] += 1
+        with self._counting:
+            if not self._outstanding[link.rank]:
+                self._heard[link.rank] = time.monotonic()  # nothing was asked of it until now
+            self._outstanding[link.rank] += 1
         future = link.call("update", {**self._base, "wait_s": SLICE_S, **extra})
         future.add_done_callback(lambda done: self._events.put(("worker", link.rank, done)))
 
@@ -377,8 +381,9 @@ class Stream:
     def _on_answer(self, rank: int, future: Future[dict[str, Any]]) -> Broken | None:
         link, index = self._links[rank], self._channel_of[rank]
         now = time.monotonic()
-        self._outstanding[rank] -= 1
-        self._heard[rank] = now
+        with self._counting:
+            self._outstanding[rank] -= 1
+            self._heard[rank] = now
         answer = outcome(future, rank)
         push = self._pushes[index]
         if rank in self.votes:
@@ -460,12 +465,17 @@ class Stream:
                 return Broken(error, lost={rank: error})
         for index, channel in enumerate(self._channels):
             waiting = [link for link in channel.links if link.rank not in self.votes]
-            if not waiting or (self._feeds[index].starved and index not in self._sent):
+            if index in self._sent and not waiting:
+                continue
+            if self._feeds[index].starved and index not in self._sent:
                 self._moved[index] = now
                 continue
             if any(self._busy[link.rank] for link in waiting):
                 continue
             if now - self._moved[index] > stall + SLICE_S:
+                if not waiting:  # every worker has it all, and the sending engine does not return
+                    error = self._timeout("stall_timeout_s", stall, None)
+                    return Broken(error, fatal=error)
                 least = min(self._bytes[link.rank] for link in waiting)
                 slow = [link for link in waiting if self._bytes[link.rank] == least]
                 errors: dict[int, RayxferError] = {
