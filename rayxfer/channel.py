@@ -205,6 +205,7 @@ def _await_all(channel: Channel, messages: list[dict[str, Any]], deadline: float
             del pending[position]
             answer = outcome(future, channel.links[position].rank)
             if isinstance(answer, RayxferError):
+                answer.__dict__["worker"] = channel.links[position].rank
                 problems[position] = answer
             elif "need" in answer:
                 problems[position] = WorkerLost(

@@ -229,7 +229,10 @@ class Sender:
         return self._last[1], self._last[2]
 
     def _run(self, call: _Call) -> None:
-        while True:
+        limit = 8 + 2 * len(
+            call.rows
+        )  # workers that come and go for ever must not keep us for ever
+        for _ in range(limit):
             links = call.live()
             if not call.serving():
                 raise self._nobody(call)
@@ -243,7 +246,17 @@ class Sender:
                 self._timed(call, "finish", self._finish)
                 break
             except _Again:
-                continue
+                if call.left_s() > 0:
+                    continue
+                raise self._timeout(
+                    call, "update", None, "sync_timeout_s", self._config.sync_timeout_s
+                ) from None
+        else:
+            raise TransferError(
+                f"version {call.version} was given up after {limit} tries: workers keep coming and going",
+                phase="connect",
+                weight_version=call.version,
+            )
         self._timed(call, "commit", self._commit)
 
     @staticmethod
@@ -359,7 +372,7 @@ class Sender:
                 base_message=self._base,
                 deadline=deadline,
             )
-        except (BackendUnavailable, WorkerLost, TransferTimeout) as error:
+        except (BackendUnavailable, StateError, TransferError) as error:
             rank = getattr(error, "worker", None)
             link = next((one for one in group if one.rank == rank), None)
             if isinstance(error, BackendUnavailable):
