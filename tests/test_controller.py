@@ -60,14 +60,17 @@ def test_five_controllers_at_once() -> None:
     workers = plain_workers(5, net)
     config = WeightTransferConfig(backend="gloo", connect_timeout_s=60)
     futures = [spawn(lambda w=w: Controller([w], config), "make") for w in workers]
-    controllers = [future.result(timeout=90) for future in futures]
+    controllers: list[Controller] = []
     try:
+        for future in futures:
+            controllers.append(future.result(timeout=90))
         syncs = [spawn(lambda c=c: c.sync_weights(Net(5)), "sync") for c in controllers]
         assert [sync.result(timeout=60).version for sync in syncs] == [1] * 5
         assert_exact(Net(5), workers)
     finally:
-        for controller in controllers:
-            controller.shutdown()
+        for future in futures:
+            if future.exception(timeout=90) is None:
+                future.result().shutdown()
 
 
 @pytest.fixture(scope="module")
