@@ -514,7 +514,7 @@ def main(argv: Sequence[str]) -> int:
         rng = random.Random(f"drills {args.seed}")
         settings = [(b, mode) for b in args.backends for mode in args.load_modes]
         run(counts, settings, rng, kills, lambda text: print(text, flush=True))
-    except (KeyboardInterrupt, SystemExit):
+    except KeyboardInterrupt:
         print("stopped early: this is what there is so far", flush=True)
     finally:
         ray.shutdown()

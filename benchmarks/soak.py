@@ -696,7 +696,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         try:
             soak.run(args.rounds, args.minutes)
-        except (KeyboardInterrupt, SystemExit):
+        except KeyboardInterrupt:
             print("stopped early: this is what there is so far", flush=True)
         finally:
             soak.close()
