@@ -223,6 +223,11 @@ def kill_worker(fleet: Fleet) -> Kill:
         kill.problems.append(f"the sync took {kill.call_s:.2f} s ({spent}), limit {limit:.2f} s")
     if report.version != before + 1:
         kill.problems.append(f"version {before} was followed by {report.version}")
+    kill.problems += [
+        f"survivor {rank} did not take the version: {report.workers[rank].error}"
+        for rank in others
+        if report.workers[rank].error is not None
+    ]
     kill.problems += fleet.wrong(others, report.version)
     kill.problems += _rejoin(fleet, kill, victim, report.version, at)
     return kill

@@ -311,7 +311,8 @@ class Soak:
         except PartialUpdate as error:
             report = error.report
         except RayxferError as error:
-            self.errors[_name(error)] += 1
+            event = self.recent[-1] if self.recent else "start"
+            self.errors[f"{_name(error)} ({event})"] += 1
             self._failure = error
         except Exception as error:
             self.errors[_name(error)] += 1
