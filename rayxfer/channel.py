@@ -157,7 +157,7 @@ def connect(
     except BaseException:
         channel.abort()
         for link in links:
-            link.signal("abort", {**base_message, "round_id": -1})
+            link.signal("abort", {**base_message, "round_id": -1, "session_id": session_id})
         channel.close()
         raise
     return channel

@@ -73,6 +73,13 @@ class _Remote:
         answer: dict[str, Any] = self.call("begin", request)
         return answer
 
+    def entries(self) -> dict[str, EngineEntry]:
+        """The registrations that came with the controller's workers, made by their creator."""
+        merged: dict[str, EngineEntry] = {}
+        for blob in self.call("entries"):
+            merged |= pickle.loads(blob)
+        return merged
+
     def alive(self) -> bool:
         try:
             self.call("controller_id", timeout_s=1.0)
@@ -169,7 +176,7 @@ class Controller:
             ) from error
         remote = _Remote(self._actor, self._name, _STATUS_TIMEOUT_S)
         self._config: WeightTransferConfig = remote.call("config")
-        self._entries = pickle.loads(remote.call("entries"))
+        self._entries = remote.entries()
 
     def _create(
         self,
@@ -273,7 +280,8 @@ class Controller:
             sender = _senders.get(key)
             if sender is None:
                 _unpin_the_dead()
-                sender = _senders[key] = Sender(self._remote(), dict(self._entries))
+                remote = self._remote()
+                sender = _senders[key] = Sender(remote, dict(self._entries), remote.entries)
             if self._origin:
                 self._own = sender
             else:
@@ -375,7 +383,10 @@ class Controller:
         for name in names:
             if name != "auto":
                 self._entries.setdefault(name, WeightTransferEngineFactory.entry(name))
-        ranks: list[int] = self._remote().call("add_workers", list(workers), names)
+        new = {n: self._entries[n] for n in names if n != "auto"}
+        ranks: list[int] = self._remote().call(
+            "add_workers", list(workers), names, pickle.dumps(new)
+        )
         return ranks
 
     def remove_workers(self, workers: Sequence[Any]) -> None:

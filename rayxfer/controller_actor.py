@@ -72,8 +72,10 @@ class ControllerActor(Coordinator):
         super().renew(claim)
 
     @ray.method(concurrency_group="membership")
-    def add_workers(self, workers: list[Any], backends: list[str]) -> list[int]:
-        return super().add_workers(workers, backends)
+    def add_workers(
+        self, workers: list[Any], backends: list[str], entries: bytes = b""
+    ) -> list[int]:
+        return super().add_workers(workers, backends, entries)
 
     @ray.method(concurrency_group="membership")
     def remove_workers(self, ranks: list[int], workers: list[Any]) -> None:

@@ -90,7 +90,7 @@ class Coordinator:
     ) -> None:
         self._name = name
         self._config = config
-        self._entries = entries
+        self._entries = [entries] if entries else []
         self._owner_alive = owner_alive
         self._controller_id = controller_id or secrets.token_hex(8)
         self._epoch = 1
@@ -287,7 +287,9 @@ class Coordinator:
         behind = state == WorkerState.READY and version != self._version
         return WorkerState.CONNECTING if behind else state
 
-    def add_workers(self, workers: list[Any], backends: list[str]) -> list[int]:
+    def add_workers(
+        self, workers: list[Any], backends: list[str], entries: bytes = b""
+    ) -> list[int]:
         """New members, at the next ranks. They catch up from a peer where one can give the version;
         else they are CONNECTING until the next sync. Waits for a round under way to end.
 
@@ -309,6 +311,8 @@ class Coordinator:
                 for member in added:
                     self._drop(member)
                 raise
+            if entries:
+                self._entries.append(entries)
             self._catch_up(added)
             self._share_roster()
             return [member.rank for member in added]
@@ -510,9 +514,9 @@ class Coordinator:
         """The settings that it was made with."""
         return self._config
 
-    def entries(self) -> bytes:
-        """What the creator registered, as it was given."""
-        return self._entries
+    def entries(self) -> list[bytes]:
+        """What the creator registered, and what came with later workers, as it was given."""
+        return list(self._entries)
 
     def renew(self, claim: dict[str, Any]) -> None:
         """The trainer of this round is alive."""

@@ -135,12 +135,17 @@ class Sender:
     Args:
         coordinator: the controller actor, or a plain coordinator.
         entries: registrations to ship, by backend.
+        fetch_entries: asks for more of them, where a backend is not among those.
     """
 
     def __init__(
-        self, coordinator: CoordinatorProtocol, entries: dict[str, EngineEntry] | None = None
+        self,
+        coordinator: CoordinatorProtocol,
+        entries: dict[str, EngineEntry] | None = None,
+        fetch_entries: Callable[[], dict[str, EngineEntry]] = dict,
     ) -> None:
         self._coordinator = coordinator
+        self._fetch_entries = fetch_entries
         self._entries = entries or {}
         self._facts: Facts | None = None
         self._config = WeightTransferConfig()
@@ -320,6 +325,8 @@ class Sender:
             link.calls = 0
 
     def _entry(self, backend: str) -> EngineEntry:
+        if backend not in self._entries and backend not in WeightTransferEngineFactory.built_in:
+            self._entries |= self._fetch_entries()  # it may have come with a later worker
         if backend not in self._entries:
             self._entries[backend] = WeightTransferEngineFactory.entry(backend)
         return self._entries[backend]

@@ -14,6 +14,7 @@ import hashlib
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -286,6 +287,7 @@ class WorkerSession:
         self._engine: WeightTransferEngine[Any, Any] | None = None
         self._engine_lock = threading.Lock()
         self._session_id: str | None = None
+        self._dead_sessions: deque[str] = deque(maxlen=16)
         self._config = WeightTransferConfig()
         self._round: _Round | None = None
         self._load: _LoadWeights | None = None
@@ -454,6 +456,8 @@ class WorkerSession:
         task = self._task
         if task is None or task.key != key:
             self._abort_stale_round()
+            if task is not None and task.key[0] == "connect" and not task.done.is_set():
+                self._abort_engine()
 
         def run() -> dict[str, Any]:
             self._close_engine()
@@ -464,7 +468,10 @@ class WorkerSession:
             info = engine.parse_init_info(dict(message["init_info"]))
             with self._engine_lock:
                 self._engine = engine
+                aborted = message["session_id"] in self._dead_sessions
             try:
+                if aborted:
+                    raise TransferError("the sender gave this connect up", phase="connect")
                 engine.init_transfer_engine(info)
             except BaseException:
                 self._close_engine()
@@ -584,7 +591,7 @@ class WorkerSession:
             # Payloads ride on update calls; a call answers when its payload was consumed, so the
             # actor's own queue is the flow control.
             until = time.monotonic() + wait_s
-            self._drive(key, lambda: self._receive(engine, current), {"wait_s": 0.0})
+            self._drive(key, lambda: self._receive(engine, current), {"wait_s": 0.0}, current)
             consumed = engine.on_push(int(message["sequence"]), message["payload"])
             current.pushed[int(message["sequence"])] = consumed
             task = self._task
@@ -592,7 +599,7 @@ class WorkerSession:
                 consumed.set()
             consumed.wait(wait_s)
             wait_s = max(0.0, until - time.monotonic()) if message.get("last") else 0.0
-        return self._drive(key, lambda: self._receive(engine, current), {"wait_s": wait_s})
+        return self._drive(key, lambda: self._receive(engine, current), {"wait_s": wait_s}, current)
 
     def _receive(self, engine: WeightTransferEngine[Any, Any], current: _Round) -> dict[str, Any]:
         try:
@@ -694,7 +701,7 @@ class WorkerSession:
             current.finished = True
             return {}
 
-        return self._drive(("finish", current.round_id, current.attempt), run, message)
+        return self._drive(("finish", current.round_id, current.attempt), run, message, current)
 
     def _finish_hook(self, current: _Round) -> Callable[[], Any] | None:
         """What is to run before the record; a staged load runs it once its weights are live."""
@@ -748,9 +755,7 @@ class WorkerSession:
         """
         round_id, current = int(message["round_id"]), self._round
         if current is None or current.round_id != round_id:
-            task = self._task
-            if task is not None and not task.done.is_set() and task.key[0] == "connect":
-                self._abort_engine()
+            self._abort_connect(message.get("session_id"))
             return self.snapshot()
         current.aborted.set()
         if current.pausing and self._binding.resume is not None:
@@ -797,6 +802,16 @@ class WorkerSession:
 
     # ---- inside --------------------------------------------------------------------------------
 
+    def _abort_connect(self, session_id: str | None) -> None:
+        """End a connect that the sender gave up, also one that has not begun yet."""
+        with self._engine_lock:
+            if session_id is not None:
+                self._dead_sessions.append(session_id)
+            task = self._task
+        running = task is not None and not task.done.is_set() and task.key[0] == "connect"
+        if running and task is not None and session_id in (None, task.key[1]):
+            self._abort_engine()
+
     def _abort_engine(self) -> None:
         engine = self._engine
         if engine is not None:
@@ -838,17 +853,32 @@ class WorkerSession:
         key: tuple[Any, ...],
         function: Callable[[], dict[str, Any]],
         message: dict[str, Any],
+        current: _Round | None = None,
     ) -> dict[str, Any]:
-        """Start the task of `key` unless it runs or ran; wait a slice; answer result or progress."""
-        with self._lock:
-            task = self._task
-            if task is None or task.key != key:
-                if task is not None and not task.done.is_set():
-                    raise StateError(f"{task.key[0]} is still running on this worker")
-                task = self._task = _Task(key, function)
-        task.done.wait(float(message.get("wait_s", 0.0)))
+        """Start the task of `key` unless it runs or ran; wait a slice; answer result or progress.
+
+        While an earlier task is still ending, that is what is waited for: the caller asks again.
+        `current`: the round that the task belongs to; it is not started once that is over.
+        """
+        until = time.monotonic() + float(message.get("wait_s", 0.0))
+        while True:
+            with self._lock:
+                task = self._task
+                if task is not None and task.key == key:
+                    break
+                if current is not None and (self._round is not current or current.aborted.is_set()):
+                    raise StateError(f"round {current.round_id} is over on this worker")
+                if task is None or task.done.is_set():
+                    task = self._task = _Task(key, function)
+                    break
+            if not task.done.wait(max(0.0, until - time.monotonic())):
+                return self._progress()
+        task.done.wait(max(0.0, until - time.monotonic()))
         if task.done.is_set():
             return {"done": True, **task.result, "state": str(self.state), "version": self.version}
+        return self._progress()
+
+    def _progress(self) -> dict[str, Any]:
         load, current = self._load, self._round
         return {
             "done": False,

@@ -47,6 +47,7 @@ __all__ = ["GlooEngine", "GlooInitInfo", "GlooUpdateInfo"]
 
 _SLICE = timedelta(milliseconds=20)
 _FOREVER = timedelta(days=1)  # operations end by abort, not by gloo's own clock
+_MESH_TIMEOUT_S = 10.0
 _LOOPBACK = "127.0.0.1"
 _device_lock = threading.Lock()
 
@@ -98,7 +99,8 @@ class GlooGroup(Group):
             before = _listening_ports()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             self._ports |= _listening_ports() - before
-        options._timeout = timedelta(seconds=max(timeout_s, 0.1))
+        # for connecting alone: addresses are exchanged through the store, which has its own deadline
+        options._timeout = timedelta(seconds=max(min(timeout_s, _MESH_TIMEOUT_S), 0.1))
         options._threads = 2
         store.set(f"ports/{rank}", ",".join(map(str, self._ports)))
         self._group: Any = dist.ProcessGroupGloo(store, rank, world_size, options)
@@ -177,6 +179,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     _info: GlooInitInfo | None = None
     _staging: Staging | None = None
     _layouts: Layouts
+    _gave_up = False
 
     @classmethod
     def check_available(cls) -> None:
@@ -187,11 +190,13 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         """Join the group. Raises TransferError or TransferTimeout; then nothing is left open."""
         self._info = init_info
         host = _LOOPBACK if init_info.loopback else routable_address()
+        self._check_aborted()
         self._store = RendezvousStore(
             (init_info.master_address, init_info.master_port), init_info.token, init_info.timeout_s
         )
         self._staging = Staging(torch.device("cpu"))
         self._layouts = Layouts(init_info.bucket_size_bytes)
+        self._check_aborted()
         self._group = GlooGroup(
             self._store,
             init_info.rank_offset + self.parallel_config.rank,
@@ -212,7 +217,12 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             load_weights,
         )
 
+    def _check_aborted(self) -> None:
+        if self._gave_up:
+            raise TransferError("the connect was aborted", phase="connect")
+
     def abort(self) -> None:
+        self._gave_up = True
         if self._store is not None:
             self._store.close()
         if self._group is not None:
