@@ -91,9 +91,9 @@ def joined(workers: list[Any], backend: str | list[str], **settings: Any) -> Ite
         _shared[key] = Controller([], WeightTransferConfig(**settings))
     controller = _shared[key]
     try:
-        ranks = controller.add_workers(workers, backend=backend)
+        controller.add_workers(workers, backend=backend)
         yield controller
-        controller.remove_workers(ranks)
+        controller.remove_workers([row.rank for row in controller.status().workers])
     except BaseException:
         _shared.pop(key).shutdown()
         raise

@@ -26,7 +26,7 @@ from rayxfer.client import spawn
 from tests.fleet import Plain, Source, close_shared, held, joined
 from tests.helpers import assert_same_bytes, poison
 
-STEP_S = 0.03
+STEP_S = 0.02
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,7 +86,7 @@ def test_greedy_generation_is_that_of_the_model(server: Any) -> None:
     for completion, prompt in zip(ask(server, PROMPTS, 12), PROMPTS, strict=True):
         assert completion.token_ids == greedy(llama(), prompt, 12)
         assert (completion.weight_version, completion.finished_version) == (0, 0)
-    with joined([server], "shm", stall_timeout_s=20.0) as controller:
+    with joined([server], "shm", pause_mode="keep", bucket_size_bytes=1) as controller:
         for seed in (1, 2):
             ray.get(server.apply.remote(poison))
             model = llama(seed)
@@ -322,7 +322,7 @@ def test_shutdown_ends_requests() -> None:
 def test_a_trainer_trains_and_sends_its_own_weights(server: Any) -> None:
     trainer = TrainerActor.options(num_cpus=0).remote(llama)
     try:
-        with joined([server], "shm", stall_timeout_s=20.0) as controller:
+        with joined([server], "shm", pause_mode="keep", bucket_size_bytes=1) as controller:
             ids = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(0))
             batch = {"input_ids": ids, "labels": ids}
             versions, losses, seen = [], [], []

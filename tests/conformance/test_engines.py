@@ -108,7 +108,7 @@ def test_check_engine_finds_one_that_hands_the_whole_model_over_at_once(tmp_path
 # ---- the same on real Ray -----------------------------------------------------------------------
 
 
-@pytest.fixture(params=["by import string", "as a class", "by value"])
+@pytest.fixture(params=["by import string", "by value"])
 def four(
     request: pytest.FixtureRequest, registry: type[WeightTransferEngineFactory], ray_session: None
 ) -> str:
@@ -119,7 +119,7 @@ def four(
     if request.param == "by import string":
         registry.register_engine(name, FourMethodEngine.__module__, "FourMethodEngine")
     else:
-        registry.register_engine(name, FourMethodEngine if "class" in request.param else Local)
+        registry.register_engine(name, Local)
     return name
 
 
