@@ -37,6 +37,7 @@ from rayxfer.source import WeightSource, as_source, is_sharded, named_tensors, n
 __all__ = ["Controller"]
 
 _MARGIN_S = 15.0
+_GONE_TIMEOUT_S = 5.0
 _STATUS_TIMEOUT_S = 30.0  # answers in milliseconds, unless Ray is just restarting the controller
 
 
@@ -246,6 +247,7 @@ class Controller:
             for doomed in (actor, self._keeper):
                 if doomed is not None:
                     ray.kill(doomed)
+            self._wait_gone()
             if isinstance(error, RayxferError) or not isinstance(error, Exception):
                 raise
             raise _creation_error(error) from error
@@ -415,6 +417,17 @@ class Controller:
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             ray.kill(keeper)
+        self._wait_gone()
+
+    def _wait_gone(self) -> None:
+        """Ray ends actors in its own time; the name is to be free when this returns."""
+        deadline = time.monotonic() + _GONE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            try:
+                ray.get_actor(self._name, namespace=NAMESPACE)
+            except ValueError:
+                return
+            time.sleep(0.01)
 
     def __enter__(self) -> Controller:
         return self

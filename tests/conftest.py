@@ -27,6 +27,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _registrations_end_with_the_module() -> Iterator[None]:
+    """Registration is per process, and so are the tests: one module's engines are not another's."""
+    from rayxfer.factory import WeightTransferEngineFactory as Factory
+
+    lazy, direct = dict(Factory._lazy), dict(Factory._direct)
+    yield
+    Factory._lazy, Factory._direct = lazy, direct
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """One local Ray for all tests. CPUs are a number to Ray: 8 of them run on any machine."""
