@@ -443,7 +443,7 @@ class Sender:
 
         pending = {send(link): link.rank for link in links}
         while pending:
-            done, _ = wait_futures(pending, timeout=0.25, return_when="FIRST_COMPLETED")
+            done, _ = wait_futures(pending, timeout=0.1, return_when="FIRST_COMPLETED")
             now = time.monotonic()
             for future in done:
                 rank = pending.pop(future)
@@ -459,7 +459,7 @@ class Sender:
                 answers[rank] = answer
             limit = SLICE_S + self._config.stall_timeout_s
             for future, rank in list(pending.items()):
-                if process_gone(by_rank[rank].facts):
+                if not done and process_gone(by_rank[rank].facts):
                     del pending[future]
                     answers[rank] = lost_process(rank, op)
                 elif now - heard[rank] > limit or call.left_s() <= 0:

@@ -716,6 +716,9 @@ class WorkerSession:
         current = self._current(message)
         if not current.finished:
             raise StateError(f"commit before finish in round {round_id}")
+        quick = self._binding.reset_cache is None and self._config.load_mode == "in_place"
+        if quick:  # nothing that could take long: no thread, no second call
+            return {"done": True, **self._commit(current)}
         return self._drive(("commit", round_id), lambda: self._commit(current), message)
 
     def _commit(self, current: _Round) -> dict[str, Any]:

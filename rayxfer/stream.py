@@ -37,6 +37,7 @@ __all__ = ["Broken", "Stream", "Vote"]
 _BATCH_BYTES = 8 << 20
 _BATCH_TEMPORARY_BYTES = 1 << 20
 _BATCH_TENSORS = 512
+_LOOK_EVERY_S = 0.09
 _GRACE_S = 0.5
 """After one worker's transport broke: how long to wait for the news that another one died."""
 
@@ -139,6 +140,7 @@ class Stream:
         self._outstanding = dict.fromkeys(self._links, 0)
         self._heard = dict.fromkeys(self._links, time.monotonic())
         self._counting = threading.Lock()
+        self._looked = time.monotonic()
         self._bytes = dict.fromkeys(self._links, 0)
         self._busy = dict.fromkeys(self._links, False)
         self._failed: dict[int, RayxferError] = {}
@@ -452,8 +454,11 @@ class Stream:
         if since is not None and now - since > stall:
             error = self._timeout("stall_timeout_s", stall, None)
             return Broken(error, fatal=error)
+        look = now - self._looked > _LOOK_EVERY_S  # at /proc: cheap, but not after every event
+        if look:
+            self._looked = now
         for rank, link in self._links.items():
-            if rank not in self.votes and process_gone(link.facts):
+            if look and rank not in self.votes and process_gone(link.facts):
                 lost = lost_process(rank, "update")
                 return Broken(lost, lost={rank: lost})
             if (
