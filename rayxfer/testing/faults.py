@@ -9,6 +9,8 @@ The faults happen for real: a kill is SIGKILL to the own process.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import itertools
 import os
 import signal
@@ -98,7 +100,13 @@ def _arm(fault: Fault) -> Fault:
         return fault
     descriptor, path = tempfile.mkstemp(prefix="rayxfer-fault-")
     os.close(descriptor)
+    atexit.register(_disarm, path)  # one that never strikes leaves nothing behind
     return replace(fault, token=path)
+
+
+def _disarm(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 class _FaultyLoad:
