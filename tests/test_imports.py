@@ -59,6 +59,10 @@ def test_it_loads_no_engine_and_no_control_plane(loaded: dict[str, set[str]]) ->
     assert not own & {"rayxfer.controller", "rayxfer.coordinator", "rayxfer.worker"}
 
 
+def test_the_controller_actor_does_without_torch() -> None:
+    assert "torch" not in run(MODULES.format(imports="import rayxfer.controller_actor"))
+
+
 def test_it_loads_no_part_of_torch_that_torch_leaves_out(loaded: dict[str, set[str]]) -> None:
     extra = {name for name in loaded["rayxfer"] - loaded["torch"] if name.startswith("torch.")}
     assert extra == set()
