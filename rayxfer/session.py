@@ -458,6 +458,12 @@ class WorkerSession:
             self._abort_stale_round()
             if task is not None and task.key[0] == "connect" and not task.done.is_set():
                 self._abort_engine()
+                # A transport may sit in its own connect long after its peer has died: that thread
+                # is left to itself (it closes what it opened), rather than held against the worker.
+                if not task.done.wait(_ABANDON_S):
+                    with self._lock:
+                        if self._task is task:
+                            self._task = None
 
         def run() -> dict[str, Any]:
             self._close_engine()
@@ -473,8 +479,14 @@ class WorkerSession:
                 if aborted:
                     raise TransferError("the sender gave this connect up", phase="connect")
                 engine.init_transfer_engine(info)
+                with self._engine_lock:
+                    if self._engine is not engine:
+                        raise TransferError("another connect has taken over", phase="connect")
             except BaseException:
-                self._close_engine()
+                with self._engine_lock:
+                    if self._engine is engine:
+                        self._engine = None
+                engine.shutdown()
                 raise
             self._config = config
             self._session_id = message["session_id"]
@@ -914,6 +926,7 @@ def fingerprint(model: torch.nn.Module) -> str:
     return h.hexdigest()
 
 
+_ABANDON_S = 0.5
 _CACHE_TRIES = 3
 
 

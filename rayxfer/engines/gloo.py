@@ -285,6 +285,8 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
         channel.group = GlooGroup(
             store, 0, 1 + len(channel.plan.workers), channel.rendezvous.address[0], timeout_s
         )
+        if channel.closed:  # given up meanwhile: nobody else will close it
+            channel.group.close()
 
     @classmethod
     def trainer_abort(cls, channel: _Channel) -> None:
@@ -294,6 +296,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
     @classmethod
     def trainer_close(cls, channel: _Channel) -> None:
+        channel.closed = True
         channel.rendezvous.close()
         if channel.group is not None:
             channel.group.close()
