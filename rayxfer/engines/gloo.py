@@ -119,11 +119,12 @@ class GlooGroup(Group):
 
     def wait(self, work: Any) -> None:
         while not self._aborted.is_set():
+            done = work.is_completed()  # asked first: it may complete just as the slice ends
             try:
                 work.wait(_SLICE)
                 return
             except RuntimeError as error:
-                if work.is_completed():
+                if done:
                     raise TransferError(
                         f"gloo lost a peer: {error}", phase="update", cause=error
                     ) from error
