@@ -230,8 +230,8 @@ def main(argv: Sequence[str]) -> None:
     try:
         out["bulk"] = bulk(args)
         print(
-            f"\n{args.size_bytes:,} bytes as {args.tensors} bf16 tensors to {args.workers} "
-            f"worker{'s' if args.workers > 1 else ''}, median of {args.repeats} interleaved turns; "
+            f"\n{num_bytes(shapes_of(args.size_bytes, args.tensors)):,} bytes as {args.tensors} bf16 "
+            f"tensors to {args.workers} worker{'s' if args.workers > 1 else ''}, median of {args.repeats} interleaved turns; "
             "x: times as fast as\n"
         )
         print(reporting.bulk_table(out["bulk"]), end="\n\n")
