@@ -231,8 +231,8 @@ def main(argv: Sequence[str]) -> None:
         out["bulk"] = bulk(args)
         print(
             f"\n{num_bytes(shapes_of(args.size_bytes, args.tensors)):,} bytes as {args.tensors} bf16 "
-            f"tensors to {args.workers} worker{'s' if args.workers > 1 else ''}, median of {args.repeats} interleaved turns; "
-            "x: times as fast as\n"
+            f"tensors to {args.workers} worker{'s' if args.workers > 1 else ''}, "
+            f"median of {args.repeats} interleaved turns; x: times as fast as\n"
         )
         print(reporting.bulk_table(out["bulk"]), end="\n\n")
         if args.backends:
