@@ -1,9 +1,10 @@
-"""Ready-made Ray actors on top of rayxfer: an inference worker, a trainer, and where to put them."""
+"""Ready-made Ray actors on top of rayxfer: inference workers, a trainer, and where to put them."""
 
 from actors.generation import Completion
 from actors.inference import InferenceActor, InferenceWorker
 from actors.placement import Placement
 from actors.trainer import Trainer, TrainerActor
+from actors.vllm import VLLMActor, VLLMWorker
 
 __all__ = [
     "Completion",
@@ -12,4 +13,6 @@ __all__ = [
     "Placement",
     "Trainer",
     "TrainerActor",
+    "VLLMActor",
+    "VLLMWorker",
 ]

@@ -79,6 +79,11 @@ class Gate:
             self._shut = True
             self._changed.notify_all()
 
+    def ticket(self) -> int:
+        """What a request that is admitted now would be given: it changes with every abort."""
+        with self._changed:
+            return self._generation
+
     @contextmanager
     def request(self, deadline: float) -> Iterator[int]:
         """One request, from admission to its end; yields a ticket for `step`.

@@ -23,7 +23,7 @@ from rayxfer.errors import (
     portable_cause,
 )
 from rayxfer.factory import EngineEntry
-from rayxfer.topology import Facts, process_gone
+from rayxfer.topology import Facts, process_gone, rank_offsets
 
 __all__ = ["Channel", "Link", "connect"]
 
@@ -125,7 +125,12 @@ def connect(
         config=config,
         bucket_size_bytes=bucket_size_bytes,
         sender=sender,
-        workers=tuple(link.facts for link in links if link.facts is not None),
+        workers=tuple(
+            link.facts
+            for link in links
+            if link.facts is not None
+            for _ in range(link.facts.num_ranks)
+        ),
         deadline_s=max(0.1, deadline - time.monotonic()),
     )
     try:
@@ -140,18 +145,26 @@ def connect(
         ) from error
     channel = Channel(backend, engine_cls, links, plan, handle, infos[0] if infos else {})
     settings = {**asdict(config), "backend": backend}
-    messages = [
-        {
-            **base_message,
-            "session_id": session_id,
-            "entry": asdict(entry),
-            "config": settings,
-            "init_info": info,
-            "parallel_config": {"rank": position, "world_size": len(links)},
-            "wait_s": SLICE_S,
-        }
-        for position, info in enumerate(infos)
-    ]
+    counts = [link.facts.num_ranks if link.facts is not None else 1 for link in links]
+    messages = []
+    for first, count in zip(rank_offsets(counts), counts, strict=True):
+        ranks = [
+            {
+                "init_info": infos[rank],
+                "parallel_config": {"rank": rank, "world_size": sum(counts)},
+            }
+            for rank in range(first, first + count)
+        ]
+        messages.append(
+            {
+                **base_message,
+                "session_id": session_id,
+                "entry": asdict(entry),
+                "config": settings,
+                **(ranks[0] if len(ranks) == 1 else {"ranks": ranks}),
+                "wait_s": SLICE_S,
+            }
+        )
     try:
         _await_all(channel, messages, deadline)
     except BaseException:

@@ -24,7 +24,13 @@ __all__ = ["InProcessClient", "RayClient", "WorkerClient", "client_for"]
 
 
 class WorkerClient(ABC):
-    """One worker's control plane."""
+    """One worker's control plane.
+
+    Attributes:
+        key: the same for every client of one worker, where that can be told.
+    """
+
+    key: str | None = None
 
     @abstractmethod
     def call(self, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:

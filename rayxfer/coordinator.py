@@ -115,7 +115,9 @@ class Coordinator:
 
     @staticmethod
     def key_of(worker: Any) -> str:
-        """The same for two handles of one actor."""
+        """The same for two handles of one actor, or two clients of one address."""
+        if isinstance(worker, WorkerClient) and worker.key is not None:
+            return worker.key
         actor_id = getattr(worker, "_actor_id", None)
         return str(id(worker)) if actor_id is None else str(actor_id.hex())
 
@@ -189,7 +191,7 @@ class Coordinator:
                     self._next_rank = max(self._next_rank, owner["next_rank"])
                     self._epoch = max(self._epoch, owner["epoch"] + 1)
                     written = (owner["epoch"], owner["roster_sequence"])
-                    if written > latest:
+                    if written > latest and owner["roster"]:
                         latest = written
                         self._follow(owner["roster"], described)
             self._roster_sequence = max(self._roster_sequence, latest[1] + 1)

@@ -655,7 +655,7 @@ class StagedLoader(WeightLoader):
     the version was recorded, so it is not part of the vote; if it raises then, the worker is TORN.
     """
 
-    def __init__(self, inner: OpaqueLoader) -> None:
+    def __init__(self, inner: WeightLoader) -> None:
         self._inner = inner
         self._kept: list[list[tuple[int, torch.Tensor]]] = []
 

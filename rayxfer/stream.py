@@ -190,7 +190,7 @@ class Stream:
             "init_info": dict(channel.init_info),
             "update_info": update_info,
             "weight_version": self._version,
-            "num_workers": len(channel.links),
+            "num_workers": len(channel.plan.workers),
             **self._config.trainer_args,
         }
         if channel.handle is not None:

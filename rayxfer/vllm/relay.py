@@ -1,0 +1,293 @@
+"""From outside: the sessions inside one vLLM, and its pause, resume and caches, as one worker.
+
+Weights live in vLLM's worker processes, scheduling in its engine core. A round needs both in order, so
+whoever stands in front of vLLM (an actor, an HTTP client) holds a `Relay`: it pauses before an update,
+passes every message on to the session of each rank, and after the commit resets the cache and resumes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rayxfer.errors import ContractError, RayxferError, StateError, TransferError, portable_cause
+from rayxfer.report import WorkerState
+
+__all__ = ["Controls", "Relay"]
+
+_SLICE_S = 0.05
+"""Longest time that one message keeps vLLM's engine core from its other work."""
+
+_RESET_TRIES = 5
+_COMMIT_TIMEOUT_S = 600.0
+
+
+class Controls(Protocol):
+    """What vLLM does outside its workers. Each may block; `pause` ends early when `resume` is called."""
+
+    def pause(self, mode: str) -> None:
+        """Return when nothing reads the weights. "keep", "wait" or "abort" running requests."""
+
+    def resume(self) -> None:
+        """Let requests go on. Safe to call twice."""
+
+    def reset_cache(self) -> bool:
+        """Forget cached keys and values, those of running requests too. False: refused, ask again."""
+
+    def set_version(self, version: int) -> None:
+        """Tell vLLM which weights it has."""
+
+
+@dataclass
+class _Settings:
+    load_mode: str = "in_place"
+    pause_mode: str = "keep"
+    cache_policy: str = "reset"
+
+
+class _Task:
+    """Something long, waited for in slices."""
+
+    def __init__(self, key: tuple[Any, ...], function: Callable[[], dict[str, Any]]) -> None:
+        self.key = key
+        self.done = threading.Event()
+        self.answer: dict[str, Any] = {}
+        self._function = function
+        threading.Thread(target=self._run, name=f"rayxfer-{key[0]}", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.answer = {"done": True, **self._function()}
+        except RayxferError as error:
+            self.answer = {"done": True, "error": error}
+        except BaseException as error:
+            text = f"{self.key[0]} failed: {type(error).__name__}: {error}"
+            cause = portable_cause(error)
+            self.answer = {
+                "done": True,
+                "error": TransferError(text, phase=self.key[0], cause=cause),
+            }
+        finally:
+            self.done.set()
+
+
+class Relay:
+    """Takes the messages that a `WorkerSession` takes.
+
+    Args:
+        rpc: passes one message to every rank's session; their answers in order of rank, each a dict
+            (`{"raised": error}` for one that raised).
+        controls: vLLM's own.
+        on_state: told the worker's state after every message.
+    """
+
+    def __init__(
+        self,
+        rpc: Callable[[str, dict[str, Any]], list[dict[str, Any]]],
+        controls: Controls,
+        on_state: Callable[[WorkerState], Any] | None = None,
+    ) -> None:
+        self._rpc, self._controls, self._on_state = rpc, controls, on_state
+        self._settings: _Settings | None = None
+        self._task: _Task | None = None
+        self._paused_for: tuple[Any, ...] | None = None
+        self._asleep = False
+        self._owner: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+        self.state = WorkerState.CONNECTING
+        self.version = 0
+
+    def handle(self, op: str, message: dict[str, Any]) -> dict[str, Any]:
+        """Carry out one message; as `WorkerSession.handle`."""
+        until = time.monotonic() + float(message.get("wait_s", 0.0))
+        if op == "connect" and "config" in message:
+            kept = {k: message["config"][k] for k in _Settings.__dataclass_fields__}
+            self._settings = _Settings(**kept)
+        if op == "prepare" and self._asleep:
+            raise StateError("this vLLM sleeps: wake it up (at least its weights) before a sync")
+        if op == "attach":
+            # handles of other workers are not plain data: the roster stays on this side
+            self._owner = dict(message["owner"])
+            message = {**message, "owner": {**self._owner, "roster": []}}
+        if op == "update":
+            return self._update(message, until)
+        if op == "commit":
+            key = ("commit", message["round_id"])
+            return self._drive(key, lambda: self._commit(message), until)
+        if op == "abort":
+            return self._abort(message, until)
+        return self._ask(op, message, until)
+
+    def asleep(self, asleep: bool) -> None:
+        """Whether vLLM's weights are out of memory: then no round may begin."""
+        self._asleep = asleep
+
+    def forget(self) -> None:
+        """The weights are gone: CONNECTING until the next sync."""
+        self._ask("forget", {}, 0.0)
+
+    def refresh(self) -> None:
+        """Ask for state and version anew."""
+        self._ask("snapshot", {}, 0.0)
+
+    # ---- inside --------------------------------------------------------------------------------
+
+    def _update(self, message: dict[str, Any], until: float) -> dict[str, Any]:
+        key = (message["round_id"], message.get("attempt", 0))
+        settings = self._known_settings()
+        if settings.load_mode == "in_place" and self._paused_for != key:
+            paused = self._drive(("pause", *key), lambda: self._pause(settings, key), until)
+            if not paused["done"] or "error" in paused:
+                return paused
+        return self._ask("update", message, until)
+
+    def _pause(self, settings: _Settings, key: tuple[Any, ...] | None) -> dict[str, Any]:
+        self._controls.pause(settings.pause_mode)
+        self._paused_for = key
+        return {}
+
+    def _commit(self, message: dict[str, Any]) -> dict[str, Any]:
+        settings = self._known_settings()
+        if settings.load_mode == "staged":
+            self._pause(settings, None)
+        answer = self._ask("commit", message, time.monotonic() + _COMMIT_TIMEOUT_S)
+        if not answer.get("done") or isinstance(answer.get("error"), RayxferError):
+            return answer
+        try:
+            self._controls.set_version(int(answer["version"]))
+            if settings.cache_policy == "reset":
+                self._reset_cache()
+        except Exception as error:
+            # The version stands. Stale cache entries beside new weights would answer wrongly.
+            self._ask("hold", {}, 0.0)
+            text = f"failed after commit: {type(error).__name__}: {error}"
+            raise TransferError(text, phase="commit", cause=portable_cause(error)) from error
+        self._resume()
+        return answer
+
+    def _reset_cache(self) -> None:
+        for attempt in range(_RESET_TRIES):
+            if self._controls.reset_cache():
+                return
+            time.sleep(0.05 * (attempt + 1))
+        raise StateError(f"vLLM refused {_RESET_TRIES} times to reset its prefix cache")
+
+    def _abort(self, message: dict[str, Any], until: float) -> dict[str, Any]:
+        task = self._task
+        if task is not None and task.key[0] == "pause" and not task.done.is_set():
+            self._controls.resume()  # calls the pause off
+            task.done.wait(float(message.get("timeout_s", 5.0)))
+        mine = self._paused_for is not None and self._paused_for[0] == message.get("round_id")
+        answer = self._ask("abort", message, until)
+        if mine and self.state == WorkerState.READY:
+            self._resume()
+        return answer
+
+    def _resume(self) -> None:
+        self._paused_for = None
+        if not self._asleep:
+            self._controls.resume()
+
+    def _known_settings(self) -> _Settings:
+        if self._settings is None:  # this relay is not the one that connected
+            told = self._ask("settings", {}, 0.0)
+            self._settings = _Settings(**{k: told[k] for k in _Settings.__dataclass_fields__})
+        return self._settings
+
+    def _drive(
+        self, key: tuple[Any, ...], function: Callable[[], dict[str, Any]], until: float
+    ) -> dict[str, Any]:
+        with self._lock:
+            task = self._task
+            if task is None or task.key != key:
+                if task is not None and not task.done.is_set():
+                    raise StateError(f"{task.key[0]} is still under way on this worker")
+                task = self._task = _Task(key, function)
+        if not task.done.wait(max(0.0, until - time.monotonic())):
+            # waiting for vLLM: not a stall, and nothing to tell yet
+            idle = {"acked": 0, "num_bytes": 0, "name": None, "failed": None}
+            return {"done": False, "busy": True, "at": time.monotonic(), **idle}
+        if "error" in task.answer:
+            with self._lock:
+                if self._task is task:
+                    self._task = None
+        return task.answer
+
+    def _ask(self, op: str, message: dict[str, Any], until: float) -> dict[str, Any]:
+        """One message, in slices short enough for vLLM's engine core, until `until`."""
+        payload = message.get("payload") is not None
+        while True:
+            left = max(0.0, until - time.monotonic())
+            wait_s = left if payload else min(left, _SLICE_S)
+            answer = merged(self._rpc(op, {**message, "wait_s": wait_s}))
+            self._note(answer)
+            told, kept = answer.get("owner"), self._owner
+            if told and kept and told["controller_id"] == kept["controller_id"]:
+                answer = {**answer, "owner": {**told, "roster": kept["roster"]}}
+            if answer.get("done", True) or payload or time.monotonic() >= until:
+                return answer
+            if answer.get("done") is False and wait_s < _SLICE_S:
+                return answer
+
+    def _note(self, answer: dict[str, Any]) -> None:
+        if "version" in answer:
+            self.version = int(answer["version"])
+        if "state" in answer:
+            state = WorkerState(answer["state"])
+            changed, self.state = state != self.state, state
+            if changed and self._on_state is not None:
+                self._on_state(state)
+
+
+_WORST = ("LOST", "TORN", "CONNECTING", "UPDATING", "READY")
+
+
+def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What several ranks of one vLLM said, as one worker's answer.
+
+    Raises:
+        RayxferError: what the first rank that raised has raised.
+        ContractError: the ranks were given different bytes.
+    """
+    for answer in answers:
+        if isinstance(answer.get("raised"), RayxferError):
+            raise answer["raised"]
+    if not answers:
+        raise StateError("vLLM has no worker that answers")
+    if len(answers) == 1:
+        return answers[0]
+    for telling in ("error", "need", "behind"):
+        for answer in answers:
+            if telling in answer:
+                return answer
+    out = dict(answers[0])
+    for key in answers[0]:
+        values = [answer[key] for answer in answers if key in answer]
+        if key in ("done", "plain", "exact"):
+            out[key] = all(values)
+        elif key == "complete":
+            out[key] = None if None in values else all(values)
+        elif key in ("busy", "finish", "stuck"):
+            out[key] = any(values)
+        elif key in ("num_bytes", "acked", "version"):
+            out[key] = min(values)
+        elif key == "state":
+            out[key] = min(values, key=_WORST.index)
+        elif key == "failed":
+            out[key] = next((v for v in values if v is not None), None)
+        elif key == "incarnation":
+            out[key] = "+".join(values)
+        elif key == "fingerprint":
+            out[key] = "+".join(values)
+        elif key == "facts":
+            out[key] = {**values[0], "num_ranks": len(values)}
+        elif key == "digests" and len(set(values)) > 1:
+            raise ContractError("the ranks of this vLLM were given different bytes")
+    problems = [p for answer in answers for p in answer.get("problems", ())]
+    if problems:
+        first = next(answer for answer in answers if answer.get("problems"))
+        out = {"problems": list(dict.fromkeys(problems)), "name": first.get("name")}
+    return out
