@@ -343,13 +343,13 @@ class _Offline:
 
     def rpc(self, op: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         worker = self.local_worker()
-        if worker is not None:  # no process in between: nothing to encode, engines as their owner has them
+        if (
+            worker is not None
+        ):  # no process in between: nothing to encode, engines as their owner has them
             ranks = message.get("ranks")
             return [session_of(worker).handle(op, {**message, **ranks[0]} if ranks else message)]
         with self._lock:
-            return _decoded(
-                self._engine.collective_rpc("rayxfer_call", args=(op, encode(message)))
-            )
+            return _decoded(self._engine.collective_rpc("rayxfer_call", args=(op, encode(message))))
 
     def pause(self, mode: str) -> None:
         self._gate.pause(mode)

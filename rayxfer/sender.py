@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -169,8 +170,9 @@ class Sender:
         for channel in channels:
             channel.close()
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not finalizing():  # what closing needs may be gone by then; the kernel frees the rest
+            self.close()
 
     # ---- the whole ------------------------------------------------------------------------------
 

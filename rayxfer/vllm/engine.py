@@ -80,7 +80,9 @@ class RayxferEngine(_Base):  # type: ignore[misc]
             raise ConfigError("init_info: expected {'backend': name, 'init_info': {…}}")
         ours = self.parallel_config
         place = ParallelConfig(
-            rank=int(init_info.rank_offset) + ours.data_parallel_index * ours.world_size + ours.rank,
+            rank=int(init_info.rank_offset)
+            + ours.data_parallel_index * ours.world_size
+            + ours.rank,
             world_size=int(init_info.world_size) or ours.world_size,
             data_parallel_index=ours.data_parallel_index,
         )

@@ -4,6 +4,10 @@ vLLM (0.32) moves every layer to the meta device, collects what arrives for it, 
 complete builds it, repacks it and copies it into the live tensors. Its state is global, per layer, and
 survives an update that failed half-way: the next one then takes up layers that are half collected, or wraps
 loaders that are wrapped already. So: `reset` puts every layer back, before each start and after each failure.
+
+On a CPU vLLM also packs weights where a reload does not reach: experts are packed only the first time, and
+an output head that is tied to the embedding keeps what was packed from the old one. Both would go on
+answering with old weights. `start` and `finish` see to them.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class Reload:
         self.model = model
         self._model_config, self._vllm_config = model_config, vllm_config
         self._device = device
+        self._expert_kernels: dict[Any, Any] = {}
         self.active = False
 
     def start(self) -> None:
@@ -42,6 +47,13 @@ class Reload:
         self.active = True
         with self.context():
             initialize_layerwise_reload(self.model)
+        if self._device.type == "cpu":
+            for layer in self.model.modules():
+                method = getattr(layer, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    # vLLM takes a layer that has its kernel for packed already
+                    self._expert_kernels[method] = method.moe_kernel
+                    method.moe_kernel = None
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> set[str] | None:
         """Hand over some tensors, which vLLM may keep until their layer is complete."""
@@ -57,6 +69,9 @@ class Reload:
 
         with self.context():
             finalize_layerwise_reload(self.model, self._model_config)
+            self._restore_expert_kernels()
+            if self._device.type == "cpu":
+                self._repack_heads()
             if self._device.type != "cpu":
                 torch.accelerator.synchronize()
         self.active = False
@@ -82,7 +97,22 @@ class Reload:
                 if getattr(loader, "__name__", "") == "online_process_loader":
                     tensor.weight_loader = layerwise._get_original_loader(tensor)  # type: ignore[union-attr]
         layerwise.LOADING_LAYERS.clear()
+        self._restore_expert_kernels()
         self.active = False
+
+    def _restore_expert_kernels(self) -> None:
+        """Those of layers that were not processed, hence not made anew."""
+        for method, kernel in self._expert_kernels.items():
+            if method.moe_kernel is None:
+                method.moe_kernel = kernel
+        self._expert_kernels = {}
+
+    def _repack_heads(self) -> None:
+        for layer in self.model.modules():
+            weight = layer._parameters.get("weight")
+            # a packed copy beside a weight that is kept: an embedding, or a head that may be tied to it
+            if hasattr(layer, "cpu_linear") and weight is not None and weight.numel():
+                layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr,operator]
 
     @contextmanager
     def context(self) -> Iterator[None]:

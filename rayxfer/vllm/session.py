@@ -147,7 +147,9 @@ class VLLMLoader(WeightLoader):
                 continue  # scales that checkpoints may leave out
             offered = sorted(n for n, ts in dry.parts.items() if target in ts)
             have = f"; offered for it: {', '.join(offered)}" if offered else ""
-            rule = "all parts of a layer must be offered together" if partial else "incomplete offer"
+            rule = (
+                "all parts of a layer must be offered together" if partial else "incomplete offer"
+            )
             out.add(
                 target,
                 f"missing name for {target!r}: {written:,} of {need:,} elements would be "
