@@ -41,11 +41,11 @@ class DryRun:
     known: bool = True
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Elements written, by the storage they are written to."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.written: dict[int, int] = {}
         self.by: dict[int, set[str]] = {}
         self.current = ""
@@ -72,12 +72,12 @@ def dry_run(model: torch.nn.Module, metadata: Sequence[ParamMeta], *, tied_head:
 
     def offers() -> Iterator[tuple[str, torch.Tensor]]:
         for meta in metadata:
-            counter.current = out.name = meta.name  # type: ignore[assignment]
+            counter.current = out.name = meta.name
             yield meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")
 
     try:
         with counter, torch.no_grad():
-            returned = shadow.load_weights(offers())  # type: ignore[operator]
+            returned = shadow.load_weights(offers())
     except NotImplementedError:
         out.known = False  # an operation without a meta kernel, such as reading a value
         return out

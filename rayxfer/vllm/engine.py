@@ -21,6 +21,7 @@ from rayxfer.vllm.session import VLLMSession
 
 __all__ = ["RayxferEngine", "RayxferInitInfo"]
 
+_Base: Any
 _Base, _STYLE = installed()
 
 

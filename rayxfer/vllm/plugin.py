@@ -1,7 +1,7 @@
 """What vLLM loads: registers backend "rayxfer", and the way in for control messages.
 
-Entry point `rayxfer = rayxfer.vllm.plugin:register` in the group `vllm.general_plugins`, which vLLM loads in
-every one of its processes. Where rayxfer is not installed but importable,
+Entry point `rayxfer = rayxfer.vllm.plugin:register` in the group `vllm.general_plugins`, which vLLM loads
+in every one of its processes. Where rayxfer is not installed but importable,
 `worker_extension_cls="rayxfer.vllm.extension.WorkerExtension"` does the same.
 """
 

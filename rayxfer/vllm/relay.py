@@ -278,9 +278,7 @@ def merged(answers: list[dict[str, Any]]) -> dict[str, Any]:
             out[key] = min(values, key=_WORST.index)
         elif key == "failed":
             out[key] = next((v for v in values if v is not None), None)
-        elif key == "incarnation":
-            out[key] = "+".join(values)
-        elif key == "fingerprint":
+        elif key in ("incarnation", "fingerprint"):
             out[key] = "+".join(values)
         elif key == "facts":
             out[key] = {**values[0], "num_ranks": len(values)}

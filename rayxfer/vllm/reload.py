@@ -2,8 +2,9 @@
 
 vLLM (0.32) moves every layer to the meta device, collects what arrives for it, and once a layer is
 complete builds it, repacks it and copies it into the live tensors. Its state is global, per layer, and
-survives an update that failed half-way: the next one then takes up layers that are half collected, or wraps
-loaders that are wrapped already. So: `reset` puts every layer back, before each start and after each failure.
+survives an update that failed half-way: the next one then takes up layers that are half collected, or
+wraps loaders that are wrapped already. So: `reset` puts every layer back, before each start and after each
+failure.
 
 On a CPU vLLM also packs weights where a reload does not reach: experts are packed only the first time, and
 an output head that is tied to the embedding keeps what was packed from the old one. Both would go on
@@ -49,7 +50,7 @@ class Reload:
             initialize_layerwise_reload(self.model)
         if self._device.type == "cpu":
             for layer in self.model.modules():
-                method = getattr(layer, "quant_method", None)
+                method: Any = getattr(layer, "quant_method", None)
                 if getattr(method, "moe_kernel", None) is not None:
                     # vLLM takes a layer that has its kernel for packed already
                     self._expert_kernels[method] = method.moe_kernel
