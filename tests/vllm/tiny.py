@@ -100,8 +100,6 @@ class Fresh:
         for output in outputs:
             one = output.outputs[0]
             tokens = list(one.token_ids)
-            scores = [
-                at[token].logprob for at, token in zip(one.logprobs, tokens, strict=True)
-            ]
+            scores = [at[token].logprob for at, token in zip(one.logprobs, tokens, strict=True)]
             found.append((tokens, scores))
         return found

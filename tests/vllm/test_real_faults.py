@@ -1,0 +1,320 @@
+"""What goes wrong in front of a real vLLM: nothing half-new is ever served, and the next sync is exact."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from rayxfer import (
+    ContractError,
+    Controller,
+    PartialUpdate,
+    StateError,
+    TransferError,
+    TransferTimeout,
+    WeightTransferConfig,
+)
+from rayxfer.source import MappingSource
+from tests.vllm.tiny import ask, build, save
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+KIND = "qwen2"  # fused projections with biases, tied embeddings
+
+
+@pytest.fixture(scope="module")
+def worker(spawn: Callable[..., Any]) -> Any:
+    return spawn(KIND, 0)
+
+
+@pytest.fixture
+def controller(worker: Any) -> Any:
+    made = Controller([worker], WeightTransferConfig(backend="shm"))
+    yield made
+    made.shutdown()
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    model = build(KIND, seed)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def state_of(worker: Any) -> str:
+    return str(ray.get(worker.state.remote(), timeout=20))
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def wrong_name(offer: dict[str, torch.Tensor]) -> None:
+    offer["model.layers.0.self_attn.query.weight"] = offer.pop(Q)
+
+
+def wrong_shape(offer: dict[str, torch.Tensor]) -> None:
+    offer[Q] = offer[Q][:-1].clone()
+
+
+def missing_part(offer: dict[str, torch.Tensor]) -> None:
+    del offer["model.layers.1.self_attn.v_proj.weight"]
+
+
+def missing_bias(offer: dict[str, torch.Tensor]) -> None:
+    del offer["model.layers.1.self_attn.v_proj.bias"]
+
+
+def missing_norm(offer: dict[str, torch.Tensor]) -> None:
+    del offer["model.norm.weight"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (wrong_name, r"self_attn\.query"),
+        (wrong_shape, r"q_proj\.weight"),
+        (missing_part, r"layers\.1\.self_attn\.qkv_proj\.weight.*elements would be written"),
+        (missing_bias, r"layers\.1\.self_attn\.qkv_proj\.bias"),
+        (missing_norm, r"model\.norm\.weight"),
+    ],
+)
+def test_an_offer_that_does_not_fit_changes_nothing(
+    worker: Any, controller: Any, spoil: Callable[[dict[str, torch.Tensor]], None], says: str
+) -> None:
+    before = ask(worker)
+    version = controller.status().version
+    offer = weights(21)
+    spoil(offer)
+    with pytest.raises(ContractError, match=says):
+        controller.sync_weights(offer)
+    assert state_of(worker) == "READY"
+    assert controller.status().version == version
+    assert ask(worker) == before
+
+
+def test_a_part_of_a_layer_is_refused_and_a_whole_one_is_exact(
+    worker: Any, controller: Any, fresh: Callable[..., Any], tmp_path: Path
+) -> None:
+    base = build(KIND, 22)
+    controller.sync_weights(base)
+    other = weights(23)
+    prefix = "model.layers.1.self_attn."
+    part = {name: t for name, t in other.items() if name == prefix + "k_proj.weight"}
+    with pytest.raises(ContractError, match="offered together"):
+        controller.sync_weights(part, partial=True)
+    # even its weights without its biases: vLLM reloads a layer as a whole
+    halves = {n: t for n, t in other.items() if n.startswith(prefix) and n.endswith("proj.weight")}
+    with pytest.raises(ContractError, match="bias"):
+        controller.sync_weights(halves, partial=True)
+    assert state_of(worker) == "READY"
+    whole = {name: t for name, t in other.items() if name.startswith(prefix)}
+    report = controller.sync_weights(whole, partial=True)
+    assert report.workers[0].state == "READY"
+    with torch.no_grad():
+        for name, parameter in base.named_parameters():
+            if name in whole:
+                parameter.copy_(whole[name])
+    assert ask(worker) == fresh(save(base, tmp_path / "mixed"))
+
+
+def test_several_dtypes_in_one_bucket(
+    worker: Any, fresh: Callable[..., Any], tmp_path: Path
+) -> None:
+    controller = Controller(
+        [worker], WeightTransferConfig(backend="gloo", bucket_size_bytes=1 << 30)
+    )
+    model = build(KIND, 24)
+    offer = {
+        name: p.detach().float() if "norm" in name or name.endswith("bias") else p.detach()
+        for name, p in model.named_parameters()
+    }
+    controller.sync_weights(MappingSource(offer))
+    assert ask(worker) == fresh(save(model, tmp_path / "24"))
+    controller.shutdown()
+
+
+def break_loader(after: int) -> Callable[[torch.nn.Module], None]:
+    """Make vLLM's own `load_weights` raise once, after some tensors with real bytes."""
+
+    def patch(model: torch.nn.Module) -> None:
+        original = type(model).load_weights
+        seen = {"count": 0}
+
+        def load(self: Any, items: Any) -> Any:
+            def counted() -> Any:
+                for name, tensor in items:
+                    if not tensor.is_meta and self is model:
+                        seen["count"] += 1
+                        if seen["count"] == after:
+                            raise RuntimeError("the disk is on fire")
+                    yield name, tensor
+
+            return original(self, counted())
+
+        model.load_weights = load.__get__(model)  # type: ignore[attr-defined]
+
+    return patch
+
+
+def mend_loader(model: torch.nn.Module) -> None:
+    del model.load_weights
+
+
+@pytest.mark.parametrize("after", [1, 2, 9, 20])
+def test_a_load_that_fails_half_way_tears_and_the_next_one_is_exact(
+    worker: Any, fresh: Callable[..., Any], tmp_path: Path, after: int
+) -> None:
+    controller = Controller([worker], WeightTransferConfig(backend="shm", bucket_size_bytes=1))
+    controller.sync_weights(build(KIND, 30))
+    version = controller.status().version
+    ray.get(worker.apply.remote(break_loader(after)), timeout=20)
+    try:
+        with pytest.raises(TransferError, match="the disk is on fire"):
+            controller.sync_weights(build(KIND, 31))
+    finally:
+        ray.get(worker.apply.remote(mend_loader), timeout=20)
+    assert state_of(worker) == "TORN"
+    assert controller.status().version == version
+    with pytest.raises(TransferTimeout):  # held, not answered with half of each
+        ask(worker, timeout_s=0.5)
+    model = build(KIND, 32)
+    report = controller.sync_weights(model)
+    assert report.workers[0].state == "READY"
+    assert ask(worker) == fresh(save(model, tmp_path / "32"))
+    controller.shutdown()
+
+
+def test_staged_weights_leave_the_old_ones_whole(
+    worker: Any, fresh: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = WeightTransferConfig(backend="shm", load_mode="staged", bucket_size_bytes=1)
+    controller = Controller([worker], config)
+    controller.sync_weights(build(KIND, 33))
+    before = ask(worker)
+    offer = weights(34)
+
+    def broken() -> Any:
+        yield from list(offer.items())[:7]
+        raise RuntimeError("the trainer stumbled")
+
+    class Stumbling(MappingSource):
+        def __iter__(self) -> Any:
+            return broken()
+
+    with pytest.raises(Exception, match="stumbled"):
+        controller.sync_weights(Stumbling(offer))
+    assert state_of(worker) == "READY"
+    assert ask(worker) == before
+    model = build(KIND, 34)
+    controller.sync_weights(model)
+    assert ask(worker) == fresh(save(model, tmp_path / "34"))
+    controller.shutdown()
+
+
+def test_a_cached_prefix_is_never_answered_from_old_weights(worker: Any) -> None:
+    """The prompt is longer than a block and was cached before each sync. With the cache kept the answer
+    is another, so this would be seen."""
+    answers = {}
+    for policy in ("reset", "keep"):
+        controller = Controller([worker], WeightTransferConfig(backend="shm", cache_policy=policy))
+        controller.sync_weights(build(KIND, 40))
+        ask(worker)
+        controller.sync_weights(build(KIND, 41))
+        answers[policy] = ask(worker)
+        controller.shutdown()
+        fill = Controller([worker], WeightTransferConfig(backend="shm"))
+        fill.sync_weights(build(KIND, 39))
+        fill.shutdown()
+    assert answers["reset"][0] != answers["keep"][0]
+    assert answers["reset"][1] == answers["keep"][1]  # too short to be cached
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_requests_that_a_sync_comes_across(worker: Any, mode: str) -> None:
+    controller = Controller([worker], WeightTransferConfig(backend="shm", pause_mode=mode))
+    controller.sync_weights(build(KIND, 50))
+    first = controller.status().version
+    running = worker.generate.remote([[1, 2, 3]], max_new_tokens=120)
+    time.sleep(0.1)
+    controller.sync_weights(build(KIND, 51))
+    [completion] = ray.get(running, timeout=60)
+    labels = (completion.weight_version, completion.finished_version)
+    if completion.finish_reason == "abort":
+        assert mode == "abort"
+        assert len(completion.token_ids) < 120
+        assert labels[0] == first
+    else:
+        assert len(completion.token_ids) == 120
+        assert labels in ([(first, first + 1)] if mode == "keep" else [(first, first)])
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert ask(worker)
+    controller.shutdown()
+
+
+def test_asleep_and_awake(worker: Any, controller: Any) -> None:
+    ray.get(worker.sleep.remote(2), timeout=30)
+    assert state_of(worker) == "CONNECTING"
+    with pytest.raises(StateError, match="next sync"):
+        ask(worker)
+    with pytest.raises(TransferError, match="sleeps"):
+        controller.sync_weights(build(KIND, 60))
+    ray.get(worker.wake_up.remote(), timeout=30)
+    with pytest.raises(StateError, match="next sync"):
+        ask(worker)
+    controller.sync_weights(build(KIND, 60))
+    assert state_of(worker) == "READY"
+    assert ask(worker)
+
+
+def test_a_killed_vllm_does_not_hold_the_others_up(
+    worker: Any, spawn: Callable[..., Any], fresh: Callable[..., Any], tmp_path: Path
+) -> None:
+    other = spawn(KIND, 0, options={"max_restarts": 1, "max_task_retries": 0})
+    controller = Controller([worker, other], WeightTransferConfig(backend="shm", sync_timeout_s=60))
+    controller.sync_weights(build(KIND, 70))
+    ask(other)
+    pid = int(ray.get(other.apply.remote(lambda model: os.getpid()), timeout=20))
+    offer = weights(71)
+    alive = [pid]
+
+    class Killing(MappingSource):
+        def __iter__(self) -> Any:
+            for index, item in enumerate(offer.items()):
+                if index == 5 and alive:  # not again in the retry
+                    os.kill(alive.pop(), signal.SIGKILL)
+                yield item
+
+    with pytest.raises(PartialUpdate) as caught:
+        controller.sync_weights(Killing(offer))
+    rows = caught.value.report.workers
+    assert (rows[0].state, rows[1].state) == ("READY", "LOST")
+    expected = fresh(save(build(KIND, 71), tmp_path / "71"))
+    assert ask(worker) == expected
+    # rebuilt by Ray from its first checkpoint: serves nothing before the next sync
+    deadline = time.monotonic() + 100
+    while True:
+        try:
+            assert ray.get(other.state.remote(), timeout=20) == "CONNECTING"
+            break
+        except ray.exceptions.RayError:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+    with pytest.raises(StateError, match="restarted"):
+        ask(other)
+    model = build(KIND, 72)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            report = controller.sync_weights(model)
+            break
+        except PartialUpdate:
+            assert time.monotonic() < deadline
+    assert [row.state for row in report.workers] == ["READY", "READY"]
+    assert ask(other) == ask(worker) == fresh(save(model, tmp_path / "72"))
+    controller.shutdown()
