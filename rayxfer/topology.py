@@ -235,6 +235,27 @@ def check_agreement(sender: Facts, worker: Facts, rank: int, backend: str) -> No
             )
 
 
+def transport_rank(rank_offset: int, data_parallel_index: int, world_size: int, rank: int) -> int:
+    """Where one worker of a vLLM deployment stands among the receivers of a channel.
+
+    Args:
+        rank_offset: of the deployment's first worker; see `rank_offsets`.
+        data_parallel_index: its replica, from 0.
+        world_size: workers of one replica: tensor times pipeline parallel size.
+        rank: within its replica, as vLLM counts: pipeline stage times tensor parallel size, plus the
+            place in its tensor parallel group.
+
+    Raises:
+        ConfigError: a negative place, or a rank that the replica does not have.
+    """
+    if min(rank_offset, data_parallel_index) < 0 or not 0 <= rank < world_size:
+        raise ConfigError(
+            f"rank {rank} of {world_size} in replica {data_parallel_index} at offset {rank_offset}: no "
+            "such place"
+        )
+    return rank_offset + data_parallel_index * world_size + rank
+
+
 def rank_offsets(num_ranks: list[int]) -> list[int]:
     """First transport rank of each worker: prefix sums, so ranks are exactly 0 … N-1."""
     offsets, total = [], 0

@@ -31,6 +31,7 @@ from rayxfer.topology import (
     rank_offsets,
     routable_address,
     same_host,
+    transport_rank,
 )
 
 HERE = Facts(
@@ -385,3 +386,37 @@ def test_rank_offsets_of_every_small_mixture() -> None:
 def test_a_worker_without_ranks_is_refused(counts: list[int]) -> None:
     with pytest.raises(ConfigError, match="a worker has at least one transport rank"):
         rank_offsets(counts)
+
+
+def test_every_worker_of_every_vllm_deployment_has_a_rank_of_its_own() -> None:
+    """engines × DP × PP × TP, each in {1, 2, 3}: together exactly 0 … N-1, replicas and stages in order."""
+    for engines, dp, pp, tp in itertools.product((1, 2, 3), repeat=4):
+        world_size = pp * tp
+        offsets = rank_offsets([dp * world_size] * engines)
+        ranks = [
+            transport_rank(offset, replica, world_size, stage * tp + shard)
+            for offset in offsets
+            for replica in range(dp)
+            for stage in range(pp)
+            for shard in range(tp)
+        ]
+        assert ranks == list(range(engines * dp * pp * tp))
+
+
+def test_deployments_of_different_sizes_do_not_overlap() -> None:
+    shapes = list(itertools.product((1, 2), repeat=3))  # (dp, pp, tp)
+    for trio in itertools.product(shapes, repeat=3):
+        offsets = rank_offsets([dp * pp * tp for dp, pp, tp in trio])
+        ranks = [
+            transport_rank(offset, replica, pp * tp, rank)
+            for offset, (dp, pp, tp) in zip(offsets, trio, strict=True)
+            for replica in range(dp)
+            for rank in range(pp * tp)
+        ]
+        assert ranks == list(range(len(ranks)))
+
+
+@pytest.mark.parametrize("place", [(-1, 0, 1, 0), (0, -1, 1, 0), (0, 0, 2, 2), (0, 0, 2, -1)])
+def test_a_place_that_a_deployment_does_not_have(place: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ConfigError, match="no such place"):
+        transport_rank(*place)

@@ -235,8 +235,18 @@ def test_a_cached_prefix_is_never_answered_from_old_weights(worker: Any) -> None
     assert answers["reset"][1] == answers["keep"][1]  # too short to be cached
 
 
+@pytest.fixture(scope="module")
+def other_process(spawn: Callable[..., Any]) -> Any:
+    """vLLM's engine core in a process of its own."""
+    return spawn(KIND, 0, engine="async")
+
+
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_requests_that_a_sync_comes_across(worker: Any, mode: str) -> None:
+@pytest.mark.parametrize("where", ["worker", "other_process"])
+def test_requests_that_a_sync_comes_across(
+    where: str, mode: str, request: pytest.FixtureRequest
+) -> None:
+    worker = request.getfixturevalue(where)
     controller = Controller([worker], WeightTransferConfig(backend="shm", pause_mode=mode))
     controller.sync_weights(build(KIND, 50))
     first = controller.status().version
