@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from rayxfer.copying import is_memory
 from rayxfer.packing import as_bytes, plain
 
 __all__ = ["digest", "digest_many"]
@@ -27,21 +28,11 @@ def digest(tensor: torch.Tensor) -> int:
     """xxh3_64 of the tensor's dense bytes, in row-major order, whatever its strides or device."""
     import xxhash
 
-    if not _is_memory(tensor):
+    if not is_memory(tensor):
         tensor = as_bytes(plain(tensor)).cpu()
     # by address: four times faster for small tensors than views and numpy, and `tensor` is held here
     memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return int(xxhash.xxh3_64_intdigest(memory)) if tensor.nbytes else EMPTY
-
-
-def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's memory is exactly its dense bytes."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
 
 
 def digest_many(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from rayxfer.copying import Hasher, copy_bytes
+from rayxfer.digest import digest
 from rayxfer.errors import RayxferError
 
 __all__ = ["Feed"]
@@ -23,13 +25,21 @@ class Feed:
 
     At most one batch waits while one is consumed. `next` raises the error of `abort`.
 
+    Args:
+        digesting: keep the digest of every tensor that is handed out. An engine that copies with `take`
+            has it taken on the way; else the tensor is read once more when the next one is asked for.
+
     Attributes:
         starved: the consumer is waiting for the source (so the channel is not what is slow).
         last_name: the last name handed out.
         handed: how many tensors were handed out.
+        digests: of the tensors handed out so far, the last one excepted until the end is reached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, digesting: bool = False) -> None:
+        self.digests: list[int] | None = [] if digesting else None
+        self._current: torch.Tensor | None = None
+        self._hasher: Hasher | None = None
         self._changed = threading.Condition()
         self._batches: deque[Batch] = deque()
         self._local: Iterator[tuple[str, torch.Tensor]] = iter(())
@@ -70,6 +80,7 @@ class Feed:
 
     def finish(self) -> None:
         """The consumer wants no more: let a waiting `put` go."""
+        self._digest_current()
         with self._changed:
             self._finished = True
             self._changed.notify_all()
@@ -87,11 +98,34 @@ class Feed:
     def __next__(self) -> tuple[str, torch.Tensor]:
         if self._error is not None:
             raise self._error
+        self._digest_current()
         while (item := next(self._local, None)) is None:
             self._local = iter(self._next_batch())
         self.last_name = item[0]
         self.handed += 1
+        if self.digests is not None:
+            self._current = item[1]
         return item
+
+    def take(self, target: int, source: int, num_bytes: int) -> None:
+        """Copy the next bytes of the tensor handed out last, in its order, from `source` (an address in
+        it) to `target`. The tensor's memory has to be its dense bytes, on the host."""
+        current = self._current
+        if current is None:
+            copy_bytes(target, source, num_bytes)
+            return
+        hasher = self._hasher
+        if hasher is None:
+            hasher = self._hasher = Hasher()
+        copy_bytes(target, source, num_bytes, hasher)
+
+    def _digest_current(self) -> None:
+        current, hasher = self._current, self._hasher
+        if current is None or self.digests is None:
+            return
+        self._current = self._hasher = None
+        taken = hasher is not None and hasher.num_bytes == current.nbytes
+        self.digests.append(hasher.value() if hasher is not None and taken else digest(current))
 
     def _next_batch(self) -> Batch:
         with self._changed:

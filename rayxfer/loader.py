@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from rayxfer.copying import copy_bytes, is_memory
 from rayxfer.digest import digest, digest_many
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, dtype_name
@@ -175,6 +176,15 @@ class _Target:
     expected: int | None = None
     plain: bool = False
     """Contiguous, not lazy, and of the dtype that is offered: a plain copy of bytes."""
+    address: int = 0
+    """Of the tensor's memory, where it is plain and on the host; else 0."""
+
+    def locate(self) -> None:
+        """Fill in `plain` and `address`, for the tensor as it is now."""
+        lazy = self.tensor.is_conj() or self.tensor.is_neg()
+        self.plain = not self.cast and not lazy and self.tensor.is_contiguous()
+        on_host = self.plain and self.tensor.device.type == "cpu"
+        self.address = self.tensor.data_ptr() if on_host else 0
 
 
 class ModuleLoader(WeightLoader):
@@ -301,8 +311,7 @@ class ModuleLoader(WeightLoader):
             )
         for found in self._targets:
             for place in found:
-                lazy = place.tensor.is_conj() or place.tensor.is_neg()
-                place.plain = not place.cast and not lazy and place.tensor.is_contiguous()
+                place.locate()
         return out
 
     def _parts(self, live: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -423,7 +432,9 @@ class ModuleLoader(WeightLoader):
                     copy = torch.empty_like(_compact(base), requires_grad=False)
                     self._stage[key] = (base, copy.expand(base.shape))
                 tensor = place.cut(self._stage[key][1])
-                targets[-1].append(dataclasses.replace(place, tensor=tensor))
+                copied = dataclasses.replace(place, tensor=tensor)
+                copied.locate()
+                targets[-1].append(copied)
         self._targets = targets
 
     def landing(self, index: int) -> torch.Tensor | None:
@@ -449,6 +460,9 @@ class ModuleLoader(WeightLoader):
         with mode:
             for index, tensor in items:
                 for place in self._targets[index]:
+                    if place.address and tensor.nbytes >= _LARGE_BYTES and is_memory(tensor):
+                        copy_bytes(place.address, tensor.data_ptr(), tensor.nbytes)
+                        continue
                     if place.plain:
                         plain_targets.append(place.tensor)
                         plain_values.append(tensor)
@@ -512,6 +526,10 @@ class ModuleLoader(WeightLoader):
     @property
     def touched(self) -> bool:
         return self._touched and not self._staged
+
+
+_LARGE_BYTES = 64 << 10
+"""From here on a `memmove` of one tensor costs less than its share of torch's call for many."""
 
 
 def _held(live: dict[str, torch.Tensor], place: _Target) -> torch.Tensor:

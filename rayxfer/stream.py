@@ -17,7 +17,6 @@ import torch
 from rayxfer.channel import Channel, Link
 from rayxfer.client import SLICE_S, lost_process, outcome
 from rayxfer.config import WeightTransferConfig
-from rayxfer.digest import digest
 from rayxfer.errors import (
     ContractError,
     RayxferError,
@@ -129,7 +128,9 @@ class Stream:
         self._base = base_message
         self._version = version
         self._deadline = deadline
-        self._feeds = [Feed() for _ in channels]
+        # one channel's copies are enough to know what was read
+        digesting = config.verify == "digest"
+        self._feeds = [Feed(digesting=digesting and i == 0) for i in range(len(channels))]
         self._pushes = [_Push(self, c) if c.engine_cls.uses_push else None for c in channels]
         self._threads: list[threading.Thread] = []
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
@@ -150,7 +151,11 @@ class Stream:
         self._at_name: str | None = None
         self._fed = False
         self.votes: dict[int, Vote] = {}
-        self.digests: list[int] | None = [] if config.verify == "digest" else None
+
+    @property
+    def digests(self) -> list[int] | None:
+        """Of every tensor, as the sender read it; None with verification off. Complete after `run`."""
+        return self._feeds[0].digests if self._feeds else None
 
     # ---- threads --------------------------------------------------------------------------------
 
@@ -221,8 +226,6 @@ class Stream:
                 )
             meta = metadata[index]
             value = self._checked(meta, name, tensor)
-            if self.digests is not None:
-                self.digests.append(digest(value))
             if clone:
                 value = value.clone()
             batch.append((name, value))

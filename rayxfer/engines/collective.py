@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rayxfer.base import LoadWeights
+from rayxfer.copying import is_memory
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, metadata_from_wire
 from rayxfer.packing import Bucket, Layout, as_bytes, plain, unpack
@@ -63,6 +64,10 @@ class Layouts:
         self._bucket_size_bytes = bucket_size_bytes
         self._wire: dict[str, Any] = {}
         self._layout = Layout((), bucket_size_bytes)
+
+    def forget_views(self) -> None:
+        """Drop the views of buffers that are to be released."""
+        self._wire, self._layout = {}, Layout((), self._bucket_size_bytes)
 
     def get(self, update_info: Any) -> Layout:
         """For a built-in engine's update info (a dict, or the typed dataclass).
@@ -173,10 +178,16 @@ def fill(
     buffer: torch.Tensor,
 ) -> None:
     """Take the bucket's tensors from the stream and copy them to their places in a kept buffer."""
+    take = getattr(iterator, "take", None) if buffer.device.type == "cpu" else None
+    address = buffer.data_ptr()
     with torch.no_grad():
         for piece, (_, view) in zip(bucket.pieces, layout.views(bucket, buffer), strict=True):
             tensor = next_tensor(iterator, layout.metadata[piece.tensor])
-            if piece.num_bytes:
+            if not piece.num_bytes:
+                continue
+            if take is not None and is_memory(tensor):
+                take(address + piece.offset_bytes, tensor.data_ptr(), piece.num_bytes)
+            else:
                 view.copy_(tensor)
 
 

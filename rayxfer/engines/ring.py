@@ -127,18 +127,26 @@ class RingWriter:
             # posix_fallocate fails with an error where memory is short; a touched page would be a
             # bus error
             os.posix_fallocate(self._fd, 0, size)
-            self._memory = _Memory(self._fd, size, populate=_MADV_POPULATE_WRITE)
+            memory = _Memory(self._fd, size, populate=_MADV_POPULATE_WRITE)
         except (OSError, OverflowError) as error:
             os.close(self._fd)
             raise TransferError(
                 f"no room for a memory file of {size} bytes: {error}", phase="connect", cause=error
             ) from error
         header = _MAGIC + bytes.fromhex(nonce) + struct.pack("<QQQ", slot_bytes, slots, readers)
-        self._memory.bytes[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        memory.bytes[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        self._mapped: _Memory | None = memory
         self._nonce = nonce
         self._head = 0
         self._aborted = threading.Event()
         self.lagging: int | None = None
+
+    @property
+    def _memory(self) -> _Memory:
+        memory = self._mapped
+        if memory is None:
+            raise TransferError("the shm channel was closed", phase="update")
+        return memory
 
     def describe(self) -> dict[str, int | str]:
         """Plain data for `RingReader`."""
@@ -184,12 +192,19 @@ class RingWriter:
 
     def abort(self) -> None:
         self._aborted.set()
-        for reader in range(self._readers):
-            self._memory.wake(_tail(reader))
+        memory = self._mapped
+        if memory is not None:
+            for reader in range(self._readers):
+                memory.wake(_tail(reader))
 
     def close(self) -> None:
-        """Give up the descriptor; the memory goes with its last user. Safe to call twice."""
+        """Give up the descriptor and the mapping; the memory goes with its last user. Safe to call twice.
+
+        Not left to the garbage collector: the error of a failed connect, which a report may keep for long,
+        reaches this object through its traceback.
+        """
         self.abort()
+        self._mapped = None
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

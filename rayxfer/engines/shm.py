@@ -20,6 +20,7 @@ from rayxfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from rayxfer.copying import copy_bytes, is_memory
 from rayxfer.engines.collective import (
     Layouts,
     deliver,
@@ -126,7 +127,8 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             )
             for start in range(0, bucket.num_bytes, ring.slot_bytes):
                 part = target[start : start + ring.slot_bytes]
-                part.copy_(ring.slot()[: part.numel()])
+                slot = ring.slot()
+                copy_bytes(part.data_ptr(), slot.data_ptr(), part.numel())
                 ring.release()
                 if progress is not None:
                     progress(0)
@@ -139,6 +141,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def shutdown(self) -> None:
         """Drop the mapping. Safe to call twice."""
         ring, self._ring = self._ring, None
+        self._layouts = None
         if ring is not None:
             ring.abort()
 
@@ -159,10 +162,12 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 tensor = next_tensor(iterator, layout.metadata[piece.tensor])
                 if not piece.num_bytes:
                     continue
-                flat = as_bytes(plain(tensor))
+                # `plain` makes another tensor of one that is not dense: then there is nothing to take
+                take = getattr(iterator, "take", None) if is_memory(tensor) else None
+                flat = as_bytes(plain(tensor)).cpu()
                 for start in range(0, flat.numel(), ring.slot_bytes):
                     part = flat[start : start + ring.slot_bytes]
-                    ring.slot()[: part.numel()].copy_(part)
+                    (take or copy_bytes)(ring.slot().data_ptr(), part.data_ptr(), part.numel())
                     ring.publish()
         expect_end(iterator)
         ring.drain()
@@ -187,3 +192,4 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     @classmethod
     def trainer_close(cls, channel: _Channel) -> None:
         channel.ring.close()
+        channel.layouts.forget_views()
