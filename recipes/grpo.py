@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 from actors import Completion, InferenceActor
 from rayxfer import Controller, WeightTransferConfig
+from recipes.report import History, save_curve, table
 
 VOCAB, COLOURS, PROMPT_TOKENS = 32, 8, 3
 LAST_STEPS = 5  # reward_last is the mean over this many
@@ -268,7 +269,8 @@ class Rollouts:
         self._pending: dict[Any, tuple[Any, list[list[int]]]] = {}
         self._ready: list[Group] = []
         self._random = torch.Generator().manual_seed(args.seed)
-        self.requests = 0
+        self._requests = 0
+        self.received = 0
         self.dropped = 0
 
     def collect(self, version: int, *, last: bool = False) -> list[Group]:
@@ -287,6 +289,7 @@ class Rollouts:
                 Group(prompt, completions[i * size : (i + 1) * size])
                 for i, prompt in enumerate(prompts)
             ]
+            self.received += len(prompts)
             self._sort_out(version)
         self._send(ahead)
         batch = self._ready[: self._args.groups]
@@ -306,7 +309,7 @@ class Rollouts:
             worker = self._idle.pop(0)
             prompts = make_prompts(self._share, self._random)
             # one random stream per completion: `seed` counts up within a request
-            stream = self._args.seed * 1_000_003 + self.requests * self._args.groups * 1000
+            stream = self._args.seed * 1_000_003 + self._requests * self._args.groups * 1000
             ref = worker.generate.remote(
                 [prompt for prompt in prompts for _ in range(self._args.group_size)],
                 max_new_tokens=self._args.max_new_tokens,
@@ -314,7 +317,7 @@ class Rollouts:
                 seed=stream,
             )
             self._pending[ref] = (worker, prompts)
-            self.requests += 1
+            self._requests += 1
 
 
 @contextlib.contextmanager
@@ -339,7 +342,6 @@ def rollout_workers(args: argparse.Namespace) -> Iterator[list[Any]]:
             else:
                 actor = InferenceActor.options(num_cpus=0)
                 workers = [actor.remote(build) for _ in range(args.workers)]
-            ray.get([worker.ping.remote() for worker in workers])
             yield workers
         finally:
             for worker in workers:
@@ -351,25 +353,6 @@ def rollout_workers(args: argparse.Namespace) -> Iterator[list[Any]]:
 # ---- the loop -----------------------------------------------------------------------------------
 
 
-@dataclass
-class History:
-    """What happened, one entry per step, and the seconds of each phase."""
-
-    rewards: list[float] = field(default_factory=list)  # mean over the whole batch
-    staleness: list[int] = field(default_factory=list)  # largest in the batch
-    versions: list[int] = field(default_factory=list)  # after the step's sync
-    clipped: list[float] = field(default_factory=list)
-    phases: dict[str, float] = field(default_factory=dict)
-    dropped: int = 0
-    generated: int = 0
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began
-
-
 def train(args: argparse.Namespace) -> History:
     """The whole run. Raises RuntimeError if rollouts or staleness are not what they must be."""
     history = History()
@@ -377,8 +360,8 @@ def train(args: argparse.Namespace) -> History:
         with history.phase("start"):
             if not ray.is_initialized():
                 ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-            trainer = Trainer(args)
             workers = stack.enter_context(rollout_workers(args))
+            trainer = Trainer(args)  # while the workers start
             config = WeightTransferConfig(backend=args.backend)
             controller = stack.enter_context(Controller(workers, config))
         with history.phase("sync"):
@@ -409,40 +392,8 @@ def train(args: argparse.Namespace) -> History:
                 refresh=False,
             )
             bar.update()
-        history.dropped = rollouts.dropped
-        history.generated = rollouts.requests * args.groups // args.workers
+        history.groups, history.dropped = rollouts.received, rollouts.dropped
     return history
-
-
-def save_curve(history: History, path: Path, title: str) -> str:
-    """Draw the reward curve; says what it did, or why it could not."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "no reward curve: matplotlib is not installed (pip install matplotlib)"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(range(1, len(history.rewards) + 1), history.rewards)
-    axes.axhline(1 / COLOURS, color="grey", linestyle=":", label="a random model")
-    axes.set(xlabel="step", ylabel="mean reward of the batch", ylim=(0, 1.02), title=title)
-    axes.legend(loc="lower right")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-    return f"reward curve: {path}"
-
-
-def table(history: History, seconds: float) -> str:
-    steps = len(history.rewards)
-    rows = [f"{'phase':<18} {'seconds':>8} {'ms/step':>8} {'share':>6}"]
-    rest = seconds - sum(history.phases.values())
-    for name, spent in {**history.phases, "other": rest}.items():
-        each = "" if name in ("start", "other") else f"{1000 * spent / steps:.1f}"
-        rows.append(f"{name:<18} {spent:>8.2f} {each:>8} {spent / seconds:>6.0%}")
-    rows.append(f"{'all':<18} {seconds:>8.2f}")
-    return "\n".join(rows)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -505,11 +456,12 @@ def main(argv: Sequence[str] | None = None) -> History:
         f"steps {summary['reward_last']}; weight_version {history.versions[-1]}"
     )
     print(
-        f"{history.generated} groups asked for, {history.dropped} dropped as stale; staleness at most "
+        f"{history.groups} groups sampled, {history.dropped} dropped as stale; staleness at most "
         f"{summary['max_staleness']} (bound {args.max_staleness_steps}); clipped tokens "
         f"{sum(history.clipped) / len(history.clipped):.1%}"
     )
-    print(save_curve(history, args.plot, f"GRPO, {args.engine} rollouts, seed {args.seed}"))
+    title = f"GRPO, {args.engine} rollouts, seed {args.seed}"
+    print(save_curve(history.rewards, args.plot, title=title, chance=1 / COLOURS))
     print(json.dumps(summary), flush=True)
     return history
 
