@@ -36,7 +36,7 @@ from actors import Completion, InferenceActor
 from rayxfer import Controller, WeightTransferConfig
 from recipes.report import History, save_curve, table
 
-VOCAB, COLOURS, PROMPT_TOKENS = 32, 8, 3
+VOCAB, COLOURS, PROMPT_TOKENS, MAX_TOKENS = 32, 8, 3, 64
 LAST_STEPS = 5  # reward_last is the mean over this many
 LOGPROB_TOLERANCE = 0.01
 
@@ -73,7 +73,7 @@ def model_builder(seed: int) -> Callable[[], torch.nn.Module]:
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=2,
-            max_position_embeddings=64,
+            max_position_embeddings=MAX_TOKENS,
             initializer_range=0.05,
             tie_word_embeddings=True,
             bos_token_id=None,
@@ -181,9 +181,12 @@ class Trainer:
         )
         self._reference = model_builder(args.seed)().eval() if args.kl_coef else None
 
-    def step(self, batch: Batch) -> float:
-        """`--updates` optimizer steps on one batch; the share of clipped tokens in the last."""
-        args, reference, clipped = self._args, None, 0.0
+    def step(self, batch: Batch) -> tuple[float, float]:
+        """`--updates` optimizer steps on one batch.
+
+        Returns the share of clipped tokens in the last of them, and what `check_behaviour` found.
+        """
+        args, reference, clipped, mismatch = self._args, None, 0.0, 0.0
         advantages = group_advantages(batch.rewards).flatten()
         if self._reference is not None:
             with torch.no_grad():
@@ -191,7 +194,7 @@ class Trainer:
         for update in range(args.updates):
             logprobs = token_logprobs(self.model, batch.ids)
             if update == 0:
-                check_behaviour(logprobs, batch)
+                mismatch = check_behaviour(logprobs, batch)
             loss, clipped = grpo_loss(
                 logprobs,
                 batch.behaviour,
@@ -206,7 +209,7 @@ class Trainer:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self._optimizer.step()
             self._schedule.step()
-        return clipped
+        return clipped, mismatch
 
 
 # ---- rollouts -----------------------------------------------------------------------------------
@@ -309,7 +312,10 @@ class Rollouts:
             worker = self._idle.pop(0)
             prompts = make_prompts(self._share, self._random)
             # one random stream per completion: `seed` counts up within a request
-            stream = self._args.seed * 1_000_003 + self._requests * self._args.groups * 1000
+            stream = (
+                self._args.seed * 1_000_003
+                + self._requests * self._args.groups * self._args.group_size
+            )
             ref = worker.generate.remote(
                 [prompt for prompt in prompts for _ in range(self._args.group_size)],
                 max_new_tokens=self._args.max_new_tokens,
@@ -331,14 +337,11 @@ def rollout_workers(args: argparse.Namespace) -> Iterator[list[Any]]:
                 from actors import VLLMActor
 
                 build().save_pretrained(folder)  # type: ignore[operator]
-                engine_args = {
-                    "dtype": "float32",
-                    "max_model_len": 64,
-                    "skip_tokenizer_init": True,
-                    "enforce_eager": True,
-                }
                 actor = VLLMActor.options(num_cpus=0)
-                workers = [actor.remote(model=folder, **engine_args) for _ in range(args.workers)]
+                workers = [
+                    actor.remote(model=folder, dtype="float32", max_model_len=MAX_TOKENS)
+                    for _ in range(args.workers)
+                ]
             else:
                 actor = InferenceActor.options(num_cpus=0)
                 workers = [actor.remote(build) for _ in range(args.workers)]
@@ -378,13 +381,14 @@ def train(args: argparse.Namespace) -> History:
                 raise RuntimeError(f"step {step + 1}: a sample is {staleness} versions old")
             with history.phase("train"):
                 batch = collate(groups, version)
-                clipped = trainer.step(batch)
+                clipped, mismatch = trainer.step(batch)
             with history.phase("sync"):
                 version = controller.sync_weights(trainer.model).version
             history.rewards.append(float(batch.rewards.mean()))
             history.staleness.append(staleness)
             history.versions.append(version)
             history.clipped.append(clipped)
+            history.mismatch = max(history.mismatch, mismatch)
             bar.set_postfix(
                 reward=f"{history.rewards[-1]:.3f}",
                 version=version,
@@ -430,8 +434,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: at least 1")
     if args.groups % args.workers:
         parser.error(f"--groups {args.groups} cannot be shared evenly by {args.workers} workers")
-    if PROMPT_TOKENS + args.max_new_tokens > 64:
-        parser.error(f"--max-new-tokens {args.max_new_tokens}: at most {64 - PROMPT_TOKENS}")
+    if PROMPT_TOKENS + args.max_new_tokens > MAX_TOKENS:
+        parser.error(
+            f"--max-new-tokens {args.max_new_tokens}: at most {MAX_TOKENS - PROMPT_TOKENS}"
+        )
     return args
 
 
@@ -461,6 +467,10 @@ def main(argv: Sequence[str] | None = None) -> History:
         f"{sum(history.clipped) / len(history.clipped):.1%}"
     )
     title = f"GRPO, {args.engine} rollouts, seed {args.seed}"
+    print(
+        f"log-probabilities of rollouts and trainer at the same version differ by at most "
+        f"{history.mismatch:.1e}"
+    )
     print(save_curve(history.rewards, args.plot, title=title, chance=1 / COLOURS))
     print(json.dumps(summary), flush=True)
     return history

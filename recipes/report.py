@@ -19,6 +19,7 @@ class History:
     staleness: list[int] = field(default_factory=list)  # largest in the batch, in versions
     versions: list[int] = field(default_factory=list)  # after the step's sync
     clipped: list[float] = field(default_factory=list)  # share of tokens
+    mismatch: float = 0.0  # of log-probabilities, rollout against trainer at the same version
     phases: dict[str, float] = field(default_factory=dict)
     groups: int = 0  # that came back from the workers
     dropped: int = 0  # of them, as too stale

@@ -303,6 +303,7 @@ def test_a_short_run(
     assert summary["reward_last"] == pytest.approx(sum(history.rewards) / steps, abs=1e-4)
     assert history.versions == list(range(2, steps + 2))  # 1 is the sync before the first step
     assert history.groups >= 4 * steps
+    assert 0 < history.mismatch < 1e-4
     if staleness:
         assert history.staleness[0] == 0
         assert 1 in history.staleness
