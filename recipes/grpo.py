@@ -335,9 +335,10 @@ def rollout_workers(args: argparse.Namespace) -> Iterator[list[Any]]:
         try:
             if args.engine == "vllm":
                 from actors import VLLMActor
+                from actors.placement import this_node
 
                 build().save_pretrained(folder)  # type: ignore[operator]
-                actor = VLLMActor.options(num_cpus=0)
+                actor = VLLMActor.options(num_cpus=0, **this_node())  # where the folder is
                 workers = [
                     actor.remote(model=folder, dtype="float32", max_model_len=MAX_TOKENS)
                     for _ in range(args.workers)

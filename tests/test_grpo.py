@@ -329,10 +329,13 @@ def test_a_sync_that_moves_nothing_is_noticed(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_the_reward_is_learned(staleness: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "staleness"), [("hf", 0), ("hf", 1), ("vllm", 0)])
+def test_the_reward_is_learned(engine: str, staleness: int, tmp_path: Path) -> None:
     """Default arguments, as a user starts it."""
-    argv = ["--max-staleness-steps", str(staleness), "--plot", str(tmp_path / "curve.png")]
+    if engine == "vllm" and not (find_spec("vllm") and find_spec("actors.vllm")):
+        pytest.skip("needs vLLM and actors/vllm.py")
+    argv = ["--engine", engine]
+    argv += ["--max-staleness-steps", str(staleness), "--plot", str(tmp_path / "curve.png")]
     done = subprocess.run(
         [sys.executable, "-m", "recipes.grpo", *argv],
         cwd=ROOT,
@@ -346,6 +349,7 @@ def test_the_reward_is_learned(staleness: int, tmp_path: Path) -> None:
     assert summary["reward_first"] < 0.25
     assert summary["reward_last"] > 0.8
     assert summary["max_staleness"] <= staleness
+    assert summary["engine"] == engine
     assert summary["seconds"] < 240
 
 
