@@ -43,7 +43,7 @@ soak: $(STAMP) ## a random life of a fleet: 300 rounds, 20 minutes (SOAK_ARGS=..
 	$(PY) -m benchmarks.soak $(SOAK_ARGS)
 
 clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist *.egg-info benchmarks/out
+	rm -rf $(VENV) build dist *.egg-info benchmarks/out recipes/out
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
