@@ -328,3 +328,28 @@ def test_a_killed_vllm_does_not_hold_the_others_up(
     assert [row.state for row in report.workers] == ["READY", "READY"]
     assert ask(other) == ask(worker) == fresh(save(model, tmp_path / "72"))
     controller.shutdown()
+
+
+def test_one_that_joins_is_given_the_version_without_the_trainer(
+    worker: Any, spawn: Callable[..., Any]
+) -> None:
+    """Packed weights cannot be copied from a peer, so it waits, and says why; a keeper can give them."""
+    newcomer = spawn(KIND, 0)
+    plain = Controller([worker], WeightTransferConfig(backend="shm"))
+    plain.sync_weights(build(KIND, 80))
+    [rank] = plain.add_workers([newcomer])
+    row = next(row for row in plain.status().workers if row.rank == rank)
+    assert row.state == "CONNECTING"
+    assert row.error
+    plain.shutdown()
+    keeping = Controller([worker], WeightTransferConfig(backend="shm", retain="host"))
+    keeping.sync_weights(build(KIND, 81))
+    [rank] = keeping.add_workers([newcomer])
+    deadline = time.monotonic() + 60
+    while next(row for row in keeping.status().workers if row.rank == rank).state != "READY":
+        assert time.monotonic() < deadline, keeping.status()
+        time.sleep(0.2)
+    assert ray.get(newcomer.weight_version.remote(), timeout=20) == keeping.status().version
+    assert ask(newcomer) == ask(worker)
+    keeping.shutdown()
+    ray.kill(newcomer)
