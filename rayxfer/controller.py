@@ -222,6 +222,9 @@ class Controller:
             "namespace": NAMESPACE,
             "num_cpus": 0,
             "max_restarts": -1,
+            # Ray sends again what a death cut off, as soon as the actor is back. Otherwise it takes
+            # up to two seconds to say that it failed, and again when asked too early.
+            "max_task_retries": -1,
         }
         if detached:
             options["lifetime"] = "detached"

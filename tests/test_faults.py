@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -327,6 +328,50 @@ def test_controller_killed_mid_round_and_between(ray_session: None) -> None:
     os.kill(controller_pid(controller), signal.SIGKILL)
     assert Controller(name="phoenix").status().version == base + 2, "the version went back"
     assert [w.state for w in controller.status().workers] == ["READY", "READY"]
+
+
+def test_a_call_that_a_dying_controller_cuts_off_is_made_again_at_once(ray_session: None) -> None:
+    """By Ray, as soon as the actor is back: our own retry would come up to two seconds later."""
+    controller = control(workers(2), settings("shm"))
+    for _ in range(3):
+        pid = controller_pid(controller)
+        os.kill(pid, signal.SIGKILL)
+        assert ray.get(controller._actor.controller_id.remote(), timeout=60)
+        assert controller_pid(controller) != pid
+
+
+def test_a_restarted_controller_imports_no_class_of_its_workers(ray_session: None) -> None:
+    """Nor torch with it: a sync may be waiting. It has all of its workers' methods nevertheless."""
+    fleet = workers(2)
+    controller = control(fleet, settings("shm", retain="host"))
+    base = controller.sync_weights(Net(1)).version
+
+    def imported() -> set[str]:
+        loaded = controller._actor.__ray_call__.remote(lambda self: set(sys.modules))
+        return set(ray.get(loaded)) & {"torch", "actors.inference", "rayxfer.keeper"}
+
+    assert imported() == set()
+    os.kill(controller_pid(controller), signal.SIGKILL)
+    assert [(w.state, w.version) for w in controller.status().workers] == [("READY", base)] * 2
+    assert imported() == set()
+    assert controller.sync_weights(Net(2)).version == base + 1
+    expect(fleet, Net(2))
+
+
+def test_an_urgent_message_of_the_controller_waits_behind_nothing(ray_session: None) -> None:
+    """The handle that knows no class of its worker still leads to that worker's threads."""
+    (worker,) = workers(1)
+    controller = control([worker], settings("shm"))
+
+    def ask(self: Any) -> bool:
+        (member,) = self._members.values()
+        busy = member.client.handle.apply.remote(fn=lambda model: time.sleep(3))
+        member.client.signal("snapshot", {}).result(timeout=20)
+        done, _ = ray.wait([busy], timeout=0)
+        ray.get(busy)
+        return not done
+
+    assert ray.get(controller._actor.__ray_call__.remote(ask), timeout=100)
 
 
 def test_joining_worker_catches_up_without_the_trainer(ray_session: None) -> None:
