@@ -95,8 +95,9 @@ class _Remote:
     def status(self) -> Status:
         status: Status = self.call("status", timeout_s=_STATUS_TIMEOUT_S)
         if status.version < self._memory.version:  # it lost more than its workers could tell
-            self.present()
-            status = self.call("status", timeout_s=_STATUS_TIMEOUT_S)
+            with contextlib.suppress(ControllerBusy):
+                self.present()
+                status = self.call("status", timeout_s=_STATUS_TIMEOUT_S)
         self._memory.see(version=status.version)
         return status
 

@@ -224,14 +224,16 @@ class Coordinator:
             self._next_round = max(self._next_round, told["round"] + 1)
             self._next_rank = max(self._next_rank, told["next_rank"])
             self._epoch = max(self._epoch, told["epoch"] + 1)
-            if told["roster"] is not None:
-                keeper = self._members.get(KEEPER_RANK)
-                self._members = {}
-                for entry in told["roster"]:
-                    self._add(entry["rank"], entry["handle"], entry["backend"])
-                if keeper is not None and KEEPER_RANK not in self._members:
-                    self._members[KEEPER_RANK] = keeper
-            self.recover(vouched=told["roster"] is not None or not self._unsure)
+            vouched = told["roster"] is not None or not self._unsure
+            if self._unsure and vouched:  # the constructor's list is older than any handle's
+                self._members = {r: m for r, m in self._members.items() if r == KEEPER_RANK}
+            known = {self.key_of(m.handle) for m in self._members.values()}
+            for entry in told["roster"] or ():
+                if self.key_of(entry["handle"]) not in known:
+                    taken = entry["rank"] in self._members
+                    rank = self._next_rank if taken else entry["rank"]
+                    self._add(rank, entry["handle"], entry["backend"])
+            self.recover(vouched=vouched)
 
     def _follow(
         self, roster: list[dict[str, Any]], described: dict[int, dict[str, Any] | RayxferError]
