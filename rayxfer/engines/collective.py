@@ -181,7 +181,7 @@ def send_buckets(
             continue
         if len(pending) == IN_FLIGHT:
             group.wait(pending.pop(0))
-        buffer = staging.get(turn, bucket.num_bytes)
+        buffer = staging.get(turn, layout.shared_bytes)[: bucket.num_bytes]
         fill(layout, bucket, iterator, buffer)
         if bucket.num_bytes:
             pending.append(group.start(buffer))
@@ -244,7 +244,7 @@ def receive_buckets(
                 else torch.empty(bucket.num_bytes, dtype=torch.uint8, device=group.device)
             )
         else:
-            buffer = staging.get(turn, bucket.num_bytes)
+            buffer = staging.get(turn, layout.shared_bytes)[: bucket.num_bytes]
             turn += 1
         started.append((bucket, buffer, group.start(buffer), landing is not None))
 

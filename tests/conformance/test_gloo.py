@@ -129,14 +129,17 @@ def _staging_bytes() -> int:
     return sum(int(end, 16) - int(start, 16) for start, end in ends)
 
 
-def test_buffers_go_back_to_the_system_with_their_channel() -> None:
-    """In malloc's hands they stayed with the process, up to 200 MiB of them."""
-    models = [torch.nn.Linear(512, 512) for _ in range(3)]
+def test_a_channel_has_two_buffers_at_each_end_and_gives_them_back() -> None:
+    """Also where every bucket is larger than the one before it. In malloc's hands they stayed with the
+    process, up to 200 MiB of them."""
+    widths = range(1024, 16 * 1024, 1024)
+    models = [torch.nn.ParameterList(torch.ones(n) for n in widths) for _ in range(3)]
     before = _staging_bytes()
     config = WeightTransferConfig(backend="gloo", bucket_size_bytes=1 << 16)
     with LocalController(models[1:], config) as controller:
-        controller.sync_weights(models[0])
-        assert _staging_bytes() > before
+        for _ in range(2):
+            controller.sync_weights(models[0])
+            assert before < _staging_bytes() <= before + 3 * 2 * config.bucket_size_bytes
     deadline = time.monotonic() + 30
     while _staging_bytes() > before and time.monotonic() < deadline:
         time.sleep(0.05)
