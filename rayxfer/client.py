@@ -66,12 +66,8 @@ class RayClient(WorkerClient):
     @staticmethod
     def _send(method: Any, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
         try:
-            future: Future[dict[str, Any]] = method.remote(op, message).future()
-        except TypeError as error:
-            # Ray's stand-in for a class that this process cannot import takes no arguments
-            future = Future()
-            text = f"{op!r} cannot be sent: the actor's class cannot be imported here ({error})"
-            future.set_exception(ConfigError(text, cause=portable_cause(error)))
+            # By keyword: Ray's stand-in for a class that this process does not import takes no others.
+            future: Future[dict[str, Any]] = method.remote(op=op, message=message).future()
         except Exception as error:  # Ray raises at once for an actor that it knows to be dead
             future = Future()
             future.set_exception(error)

@@ -18,7 +18,7 @@ import ray
 from rayxfer.client import client_for, is_lost, mapped_error, spawn
 from rayxfer.config import WeightTransferConfig
 from rayxfer.controller_actor import NAMESPACE, controller_actor_class
-from rayxfer.coordinator import Coordinator
+from rayxfer.coordinator import Coordinator, RosterNeeded
 from rayxfer.errors import (
     ConfigError,
     ControllerBusy,
@@ -30,6 +30,7 @@ from rayxfer.errors import (
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.keeper import Keeper
+from rayxfer.memory import Memory
 from rayxfer.report import Status, SyncReport
 from rayxfer.sender import Sender
 from rayxfer.source import WeightSource, as_source, is_sharded, named_tensors, num_shards
@@ -44,11 +45,24 @@ _STATUS_TIMEOUT_S = 30.0  # answers in milliseconds, unless Ray is just restarti
 class _Remote:
     """The coordinator, called through its actor handle. Errors come back as ours."""
 
-    def __init__(self, actor: Any, name: str, timeout_s: float) -> None:
+    def __init__(self, actor: Any, name: str, timeout_s: float, memory: Memory) -> None:
         self._actor, self._name, self._timeout_s = actor, name, timeout_s
+        self._memory = memory
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """One call. While Ray restarts the actor it is tried again: every method may be repeated."""
+        """One call. While Ray restarts the actor it is tried again: every method may be repeated.
+        An actor that was restarted and has to be told who its workers are is told, once."""
+        try:
+            return self._call(method, *args, timeout_s=timeout_s)
+        except RosterNeeded:
+            self.present()
+            return self._call(method, *args, timeout_s=timeout_s)
+
+    def present(self) -> None:
+        """Tell the actor what this handle remembers of it."""
+        self._call("present", cloudpickle.dumps(self._memory.told()), timeout_s=None)
+
+    def _call(self, method: str, *args: Any, timeout_s: float | None) -> Any:
         timeout = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout
         while True:
@@ -71,8 +85,21 @@ class _Remote:
                 time.sleep(0.1)
 
     def begin(self, request: dict[str, Any]) -> dict[str, Any]:
+        request = {**request, "seen_version": self._memory.version}
         answer: dict[str, Any] = self.call("begin", request)
+        self._memory.see(version=answer["base"], round=answer["round_id"])
+        if answer["members"] is not None:
+            self._memory.see_owner(answer["owner"])
         return answer
+
+    def status(self) -> Status:
+        status: Status = self.call("status", timeout_s=_STATUS_TIMEOUT_S)
+        if status.version < self._memory.version:  # it lost more than its workers could tell
+            with contextlib.suppress(ControllerBusy):
+                self.present()
+                status = self.call("status", timeout_s=_STATUS_TIMEOUT_S)
+        self._memory.see(version=status.version)
+        return status
 
     def entries(self) -> dict[str, EngineEntry]:
         """The registrations that came with the controller's workers, made by their creator."""
@@ -95,6 +122,7 @@ class _Remote:
 
     def commit(self, claim: dict[str, Any]) -> None:
         self.call("commit", claim)
+        self._memory.see(version=claim["version"])
 
     def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         self.call("settle", claim, rows)
@@ -159,7 +187,7 @@ class Controller:
             raise ConfigError(f"workers is a {type(workers).__name__}: expected a list of actors")
         self._name = name if name is not None else f"rayxfer-{uuid.uuid4().hex[:12]}"
         self._entries: dict[str, EngineEntry] = {}
-        self._workers: list[Any] | None = None
+        self._memory = Memory()  # keeps the workers in scope: the controller's own handles do not
         self._own: Sender | None = None
         self._keeper: Any = None
         self._origin = False
@@ -175,7 +203,7 @@ class Controller:
             raise ControllerClosed(
                 f"no controller named {self._name!r} is running", cause=error
             ) from error
-        remote = _Remote(self._actor, self._name, _STATUS_TIMEOUT_S)
+        remote = _Remote(self._actor, self._name, _STATUS_TIMEOUT_S, self._memory)
         self._config: WeightTransferConfig = remote.call("config")
         self._entries = remote.entries()
 
@@ -187,7 +215,6 @@ class Controller:
         *,
         maybe_running: bool,
     ) -> None:
-        self._workers = workers  # keeps them in scope: the controller's own handles do not
         self._config = config if config is not None else WeightTransferConfig()
         backend = self._config.backend
         if not isinstance(backend, str) and len(backend) != len(workers):
@@ -212,9 +239,10 @@ class Controller:
             except ValueError:
                 pass  # nobody of that name: make it
             else:
-                _Remote(self._actor, self._name, _STATUS_TIMEOUT_S).call(
+                _Remote(self._actor, self._name, _STATUS_TIMEOUT_S, self._memory).call(
                     "same_request", workers, config
                 )
+                self._remember(workers)
                 return
         actor_class = controller_actor_class()
         options: dict[str, Any] = {
@@ -222,6 +250,9 @@ class Controller:
             "namespace": NAMESPACE,
             "num_cpus": 0,
             "max_restarts": -1,
+            # Ray sends again what a death cut off, as soon as the actor is back. Otherwise it takes
+            # up to two seconds to say that it failed, and again when asked too early.
+            "max_task_retries": -1,
         }
         if detached:
             options["lifetime"] = "detached"
@@ -242,6 +273,7 @@ class Controller:
             )
             self._origin = True
             self._remote().call("open")
+            self._remember(workers)
         except BaseException as error:
             actor = getattr(self, "_actor", None)
             for doomed in (actor, self._keeper):
@@ -265,7 +297,7 @@ class Controller:
         return self._config
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_workers": None, "_own": None, "_origin": False}
+        return {**self.__dict__, "_own": None, "_origin": False}
 
     def __repr__(self) -> str:
         return f"Controller(name={self._name!r})"
@@ -274,7 +306,11 @@ class Controller:
         config = self._config
         # begin may first have to end a dead trainer's round, and look for lost workers
         timeout = config.connect_timeout_s + 2 * config.stall_timeout_s + _MARGIN_S
-        return _Remote(self._actor, self._name, timeout)
+        return _Remote(self._actor, self._name, timeout, self._memory)
+
+    def _remember(self, workers: list[Any]) -> None:
+        ranks = range(len(workers))
+        self._memory.add(ranks, workers, [self._config.backend_of(rank) for rank in ranks])
 
     def _sender(self) -> Sender:
         key = str(self._actor._actor_id.hex())
@@ -361,9 +397,10 @@ class Controller:
 
         Raises:
             ControllerClosed: the controller was shut down.
+            StateError: it was restarted, no worker that it was made with remembers it, and neither
+                does this handle. One that does has to be used first.
         """
-        status: Status = self._remote().call("status", timeout_s=_STATUS_TIMEOUT_S)
-        return status
+        return self._remote().status()
 
     def add_workers(
         self, workers: Sequence[Any], backend: str | Sequence[str] | None = None
@@ -389,6 +426,7 @@ class Controller:
         ranks: list[int] = self._remote().call(
             "add_workers", list(workers), names, pickle.dumps(new)
         )
+        self._memory.add(ranks, workers, names)
         return ranks
 
     def remove_workers(self, workers: Sequence[Any]) -> None:
@@ -399,6 +437,7 @@ class Controller:
         """
         ranks = [w for w in workers if isinstance(w, int)]
         self._remote().call("remove_workers", ranks, [w for w in workers if not isinstance(w, int)])
+        self._memory.remove(workers)
 
     def shutdown(self) -> None:
         """End the controller and let the workers go; never kills them. Safe to call twice."""

@@ -6,8 +6,11 @@ takes little memory.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cloudpickle
@@ -39,25 +42,30 @@ class ControllerActor(Coordinator):
         controller_id: str,
         keeper: bytes,
     ) -> None:
-        # As bytes: Ray warns about restartable actors that are given handles.
-        handles = cloudpickle.loads(workers)
-        super().__init__(
-            name,
-            handles,
-            config,
-            entries,
-            controller_id,
-            owner_alive,
-            cloudpickle.loads(keeper),
-        )
-        if reconstructed():
-            self.recover()
+        with _without_torch():
+            # As bytes: Ray warns about restartable actors that are given handles.
+            handles = cloudpickle.loads(workers)
+            super().__init__(
+                name,
+                handles,
+                config,
+                entries,
+                controller_id,
+                owner_alive,
+                cloudpickle.loads(keeper),
+            )
+            if reconstructed():
+                self.recover()
         threading.Thread(target=self._tick_forever, name="rayxfer-tick", daemon=True).start()
 
     def _tick_forever(self) -> None:
         while not self._closed:
             time.sleep(1.0)
             self.tick()
+
+    def present(self, told: bytes) -> None:  # type: ignore[override]
+        with _without_torch():
+            super().present(cloudpickle.loads(told))
 
     @ray.method(concurrency_group="status")
     def status(self) -> Status:
@@ -80,6 +88,25 @@ class ControllerActor(Coordinator):
     @ray.method(concurrency_group="membership")
     def remove_workers(self, ranks: list[int], workers: list[Any]) -> None:
         super().remove_workers(ranks, workers)
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Handles that are unpickled in here do not bring their actors' classes along.
+
+    With a handle Ray imports the actor's class, and that imports torch: 1.2 s and 190 MiB for nothing,
+    while a sync may be waiting for this process. Where the import fails Ray makes a stand-in with the
+    same methods, which is all that `RayClient` needs. Later imports of torch (an error's cause may
+    need it) work as ever.
+    """
+    if "torch" in sys.modules:
+        yield
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
 
 
 def owner_alive(owner: dict[str, Any]) -> bool:

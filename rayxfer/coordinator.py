@@ -31,10 +31,15 @@ from rayxfer.errors import (
 from rayxfer.report import KEEPER_RANK, Status, WorkerState, WorkerStatus
 from rayxfer.topology import Facts, process_gone
 
-__all__ = ["Coordinator"]
+__all__ = ["Coordinator", "RosterNeeded"]
 
 _REJOIN_TIMEOUT_S = 2.0
 """How long a round's begin looks for workers that were lost before."""
+
+
+class RosterNeeded(StateError):
+    """This controller was restarted and no worker could tell it where it was: a handle has to
+    (`Coordinator.present`)."""
 
 
 @dataclass
@@ -102,6 +107,7 @@ class Coordinator:
         self._next_round = 1
         self._open: _Open | None = None
         self._recovered = False
+        self._unsure = False
         self._closed = False
         self._roster = ""
         self._survey: dict[int, Future[dict[str, Any]]] = {}
@@ -162,6 +168,7 @@ class Coordinator:
             TransferTimeout, WorkerLost: one does not answer within connect_timeout_s.
         """
         with self._lock:
+            self._unsure = False
             members = list(self._members.values())
             for error in self._welcome(members, self._config.connect_timeout_s).values():
                 raise error
@@ -171,9 +178,13 @@ class Coordinator:
                 member.state = self._judge(WorkerState(member.about["state"]), member.version)
             self._catch_up(members)
 
-    def recover(self) -> None:
+    def recover(self, *, vouched: bool = False) -> None:
         """After a restart: rebuild members, version and round ids from the workers. Never raises for
-        workers that are gone: they are LOST."""
+        workers that are gone: they are LOST.
+
+        If none of them remembers this controller, it does nothing until one does, or a handle
+        vouches for what it knows (`present`): it would begin at version 0 again.
+        """
         with self._lock:
             self._recovered = True
             described: dict[int, dict[str, Any] | RayxferError] = {}
@@ -194,8 +205,37 @@ class Coordinator:
                     if written > latest and owner["roster"]:
                         latest = written
                         self._follow(owner["roster"], described)
+            self._unsure = not vouched and latest < (0, 0)
+            if self._unsure:
+                return
             self._roster_sequence = max(self._roster_sequence, latest[1] + 1)
             self._welcome(list(self._members.values()), _REJOIN_TIMEOUT_S, described)
+
+    def present(self, told: dict[str, Any]) -> None:
+        """What a handle remembers (`rayxfer.memory`): taken by a controller that knows less. Any worker
+        among those that remembers this controller counts for more.
+
+        Raises:
+            ControllerBusy: a round is under way.
+        """
+        with self._lock:
+            if not self._unsure and told["version"] <= self._version:
+                return
+            self._check_open()
+            self._version = max(self._version, told["version"])
+            self._next_round = max(self._next_round, told["round"] + 1)
+            self._next_rank = max(self._next_rank, told["next_rank"])
+            self._epoch = max(self._epoch, told["epoch"] + 1)
+            vouched = told["roster"] is not None or not self._unsure
+            if self._unsure and vouched:  # the constructor's list is older than any handle's
+                self._members = {r: m for r, m in self._members.items() if r == KEEPER_RANK}
+            known = {self.key_of(m.handle) for m in self._members.values()}
+            for entry in told["roster"] or ():
+                if self.key_of(entry["handle"]) not in known:
+                    taken = entry["rank"] in self._members
+                    rank = self._next_rank if taken else entry["rank"]
+                    self._add(rank, entry["handle"], entry["backend"])
+            self.recover(vouched=vouched)
 
     def _follow(
         self, roster: list[dict[str, Any]], described: dict[int, dict[str, Any] | RayxferError]
@@ -334,6 +374,7 @@ class Coordinator:
         with self._lock:
             if self._closed:
                 raise ControllerClosed(f"controller {self._name!r} was shut down")
+            self._check_known()
             chosen: dict[int, _Member] = {}
             for rank in ranks:
                 if rank not in self._members or rank == KEEPER_RANK:
@@ -457,6 +498,7 @@ class Coordinator:
             ControllerClosed: after shutdown.
         """
         with self._lock:
+            self._check_known(request.get("seen_version", 0))
             process = Facts.from_wire(request["process"])
             if self._open is not None and self._open.process == process:
                 self._expire(
@@ -560,6 +602,7 @@ class Coordinator:
             self._drop_leaving()
 
     def _current(self, claim: dict[str, Any]) -> _Open:
+        self._check_known()
         opened = self._open
         if opened is not None and opened.round_id == claim["round_id"]:
             return opened
@@ -578,7 +621,19 @@ class Coordinator:
             f"round {claim['round_id']} is over: another trainer or the controller ended it"
         )
 
+    def _check_known(self, seen_version: int = 0) -> None:
+        if (self._unsure or seen_version > self._version) and not self._closed:
+            raise RosterNeeded(
+                f"controller {self._name!r} was restarted, and none of the workers that it was made with "
+                "remembers its version: use it once through a handle that knows (its creator's, or "
+                "one that has synced), or shut it down and make a new one"
+            )
+
     def _check_idle(self) -> None:
+        self._check_known()
+        self._check_open()
+
+    def _check_open(self) -> None:
         if self._closed:
             raise ControllerClosed(f"controller {self._name!r} was shut down")
         opened = self._open
@@ -639,6 +694,9 @@ class Coordinator:
         try:
             if self._closed:
                 return
+            if self._unsure:
+                self.recover()  # a worker that did not answer then may do so now
+                return
             if self._open is not None and self._lapsed(self._open):
                 self._expire(self._open)
             if self._open is None:
@@ -674,6 +732,7 @@ class Coordinator:
 
     def status(self) -> Status:
         """The committed version, and every member as last seen. Waits for nothing."""
+        self._check_known()
         return Status(
             version=self._version,
             workers=tuple(

@@ -135,6 +135,10 @@ class Layout:
     def __init__(self, metadata: Sequence[ParamMeta], bucket_size_bytes: int) -> None:
         self.metadata = tuple(metadata)
         self.plan = plan_buckets(self.metadata, bucket_size_bytes)
+        sizes = (bucket.num_bytes for bucket in self.plan.buckets)
+        self.shared_bytes = max((n for n in sizes if n <= bucket_size_bytes), default=0)
+        """The largest bucket but for tensors that travel alone. Buffers have this size from the start:
+        one that grew would stay beside its successor, for the sake of its views."""
         self._views: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] = {}
 
     def views(self, bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

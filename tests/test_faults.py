@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from rayxfer import (
     ControllerBusy,
     PartialUpdate,
     RayxferError,
+    StateError,
     TransferError,
     TransferTimeout,
     WeightTransferConfig,
@@ -327,6 +329,115 @@ def test_controller_killed_mid_round_and_between(ray_session: None) -> None:
     os.kill(controller_pid(controller), signal.SIGKILL)
     assert Controller(name="phoenix").status().version == base + 2, "the version went back"
     assert [w.state for w in controller.status().workers] == ["READY", "READY"]
+
+
+def test_a_call_that_a_dying_controller_cuts_off_is_made_again_at_once(ray_session: None) -> None:
+    """By Ray, as soon as the actor is back: our own retry would come up to two seconds later."""
+    controller = control(workers(2), settings("shm"))
+    for _ in range(3):
+        pid = controller_pid(controller)
+        os.kill(pid, signal.SIGKILL)
+        assert ray.get(controller._actor.controller_id.remote(), timeout=60)
+        assert controller_pid(controller) != pid
+
+
+def test_a_restarted_controller_imports_no_class_of_its_workers(ray_session: None) -> None:
+    """Nor torch with it: a sync may be waiting. It has all of its workers' methods nevertheless."""
+    fleet = workers(2)
+    controller = control(fleet, settings("shm", retain="host"))
+    base = controller.sync_weights(Net(1)).version
+
+    def imported() -> set[str]:
+        loaded = controller._actor.__ray_call__.remote(lambda self: set(sys.modules))
+        return set(ray.get(loaded)) & {"torch", "actors.inference", "rayxfer.keeper"}
+
+    assert imported() == set()
+    os.kill(controller_pid(controller), signal.SIGKILL)
+    assert [(w.state, w.version) for w in controller.status().workers] == [("READY", base)] * 2
+    assert imported() == set()
+    assert controller.sync_weights(Net(2)).version == base + 1
+    expect(fleet, Net(2))
+
+
+def test_an_urgent_message_of_the_controller_waits_behind_nothing(ray_session: None) -> None:
+    """The handle that knows no class of its worker still leads to that worker's threads."""
+    (worker,) = workers(1)
+    controller = control([worker], settings("shm"))
+
+    def ask(self: Any) -> bool:
+        (member,) = self._members.values()
+        busy = member.client.handle.apply.remote(fn=lambda model: time.sleep(3))
+        member.client.signal("snapshot", {}).result(timeout=20)
+        done, _ = ray.wait([busy], timeout=0)
+        ray.get(busy)
+        return not done
+
+    assert ray.get(controller._actor.__ray_call__.remote(ask), timeout=100)
+
+
+@pytest.mark.parametrize("how", ["removed", "killed"])
+def test_a_handle_tells_a_restarted_controller_of_its_later_workers(
+    ray_session: None, how: str
+) -> None:
+    """Those that it was made with cannot: one knows no controller any more, the other is dead."""
+    first = InferenceActor.options(num_cpus=0).remote(builder(1))
+    (later,) = workers(1)
+    controller = control([first], settings("shm"), name=f"later-{how}")
+    base = controller.sync_weights(Net(1)).version
+    controller.add_workers([later])
+    assert controller.sync_weights(Net(2)).version == base + 1
+    if how == "removed":
+        controller.remove_workers([first])
+    else:
+        os.kill(pid_of(first), signal.SIGKILL)
+    os.kill(controller_pid(controller), signal.SIGKILL)
+    with pytest.raises(StateError, match="remembers its version"):
+        Controller(name=controller.name).status()
+    status = controller.status()
+    assert status.version == base + 1
+    gone = [] if how == "removed" else [(0, "LOST")]
+    assert [(w.rank, w.state) for w in status.workers] == [*gone, (1, "READY")]
+    assert status.workers[-1].version == base + 1
+    assert Controller(name=controller.name).status().version == base + 1
+    if how == "killed":
+        controller.remove_workers([0])
+    assert controller.sync_weights(Net(3)).version == base + 2
+    expect([later], Net(3))
+    ray.kill(first)
+
+
+def test_the_version_stands_when_every_worker_and_the_controller_die(ray_session: None) -> None:
+    """Only the handle knows it then. The workers come back, and wait for the next one."""
+    fleet = workers(2)
+    controller = control(fleet, settings("shm"))
+    version = controller.status().version + 5
+    controller.sync_weights(Net(1), version=version)
+    for pid in [*map(pid_of, fleet), controller_pid(controller)]:
+        os.kill(pid, signal.SIGKILL)
+    assert controller.status().version == version
+    until(lambda: all(w.state == "CONNECTING" for w in controller.status().workers))
+    assert controller.sync_weights(Net(2)).version == version + 1
+    expect(fleet, Net(2))
+
+
+def test_the_handle_that_saw_most_is_believed(ray_session: None) -> None:
+    """The creator's knows neither the later worker nor the version; it happens to come first."""
+    first = InferenceActor.options(num_cpus=0).remote(builder(1))
+    (later,) = workers(1)
+    creator = control([first], settings("shm"), name="two-handles")
+    other = Controller(name="two-handles")
+    other.add_workers([later])
+    version = creator.status().version + 3
+    other.sync_weights(Net(1), version=version)
+    os.kill(pid_of(first), signal.SIGKILL)
+    os.kill(controller_pid(creator), signal.SIGKILL)
+    assert creator.status().version < version
+    status = other.status()
+    assert [(w.rank, w.state, w.version) for w in status.workers][1:] == [(1, "READY", version)]
+    assert creator.status().version == version
+    creator.remove_workers([0])
+    assert creator.sync_weights(Net(2)).version == version + 1
+    expect([later], Net(2))
 
 
 def test_joining_worker_catches_up_without_the_trainer(ray_session: None) -> None:

@@ -7,6 +7,8 @@ this one travels.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -62,8 +64,12 @@ class Layouts:
 
     def __init__(self, bucket_size_bytes: int) -> None:
         self._bucket_size_bytes = bucket_size_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget it, and with it the views of buffers that it keeps."""
         self._wire: dict[str, Any] = {}
-        self._layout = Layout((), bucket_size_bytes)
+        self._layout = Layout((), self._bucket_size_bytes)
 
     def forget_views(self) -> None:
         """Drop the views of buffers that are to be released."""
@@ -132,9 +138,28 @@ class Staging:
         slot = turn % IN_FLIGHT
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < num_bytes:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._buffers[slot] = buffer
+            buffer = self._buffers[slot] = _new_buffer(num_bytes, self._device)
         return buffer[:num_bytes]
+
+
+def _new_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """On a CPU a mapping of its own, which goes back to the system when it is dropped.
+
+    malloc keeps freed buffers of this size in the arena of whichever short-lived thread asked for them:
+    a process that opened and closed 500 channels one after another grew from 260 to 440 MiB.
+    Not Python's mmap, for the last to drop it may be one of gloo's threads, without an interpreter.
+    """
+    if device.type == "cpu" and num_bytes > 0:
+        with contextlib.suppress(OSError, RuntimeError):  # no memory files here
+            file = os.memfd_create("rayxfer-staging")
+            try:
+                os.ftruncate(file, num_bytes)
+                return torch.from_file(
+                    f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8
+                )
+            finally:
+                os.close(file)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def send_buckets(
@@ -161,7 +186,7 @@ def send_buckets(
             continue
         if len(pending) == IN_FLIGHT:
             group.wait(pending.pop(0))
-        buffer = staging.get(turn, bucket.num_bytes)
+        buffer = staging.get(turn, layout.shared_bytes)[: bucket.num_bytes]
         fill(layout, bucket, iterator, buffer)
         if bucket.num_bytes:
             pending.append(group.start(buffer))
@@ -230,7 +255,7 @@ def receive_buckets(
                 else torch.empty(bucket.num_bytes, dtype=torch.uint8, device=group.device)
             )
         else:
-            buffer = staging.get(turn, bucket.num_bytes)
+            buffer = staging.get(turn, layout.shared_bytes)[: bucket.num_bytes]
             turn += 1
         started.append((bucket, buffer, group.start(buffer), landing is not None))
 

@@ -179,7 +179,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     _store: RendezvousStore | None = None
     _info: GlooInitInfo | None = None
     _staging: Staging | None = None
-    _layouts: Layouts
+    _layouts: Layouts | None = None
     _gave_up = False
 
     @classmethod
@@ -208,12 +208,13 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
 
     def receive_weights(self, update_info: GlooUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive one round. Raises TransferError when a peer is lost or the round is aborted."""
-        if self._group is None or self._info is None or self._staging is None:
+        staging, layouts = self._staging, self._layouts
+        if self._group is None or self._info is None or staging is None or layouts is None:
             raise StateError("gloo: receive_weights before init_transfer_engine")
         receive_buckets(
             self._group,
-            self._staging,
-            self._layouts.get(update_info),
+            staging,
+            layouts.get(update_info),
             self._info.bucket_size_bytes,
             load_weights,
         )
@@ -237,7 +238,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
             group.close()
         if store is not None:
             store.close()
-        self._staging = None
+        self._staging = self._layouts = None
 
     @staticmethod
     def trainer_send_weights(
@@ -298,6 +299,7 @@ class GlooEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     @classmethod
     def trainer_close(cls, channel: _Channel) -> None:
         channel.closed = True
+        channel.layouts.clear()
         channel.rendezvous.close()
         if channel.group is not None:
             channel.group.close()
