@@ -160,12 +160,15 @@ class Stream:
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
         device = torch.cuda.current_device() if started else None
+        # what the caller has queued comes first: the source is read, and packed, on its stream
+        stream = torch.cuda.current_stream() if started else None
 
         def run() -> None:
             error: BaseException | None = None
             try:
-                if device is not None:
+                if device is not None and stream is not None:
                     torch.cuda.set_device(device)
+                    torch.cuda.set_stream(stream)
                 with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                     context.run(function)
             except BaseException as caught:
@@ -195,6 +198,7 @@ class Stream:
         }
         if channel.handle is not None:
             args["channel"] = channel.handle
+            args["stable"] = self._source.stable
         if push is not None:
             args["push"] = push
         try:
@@ -226,7 +230,9 @@ class Stream:
             if clone:
                 value = value.clone()
             batch.append((name, value))
-            batch_bytes += meta.num_bytes
+            # what stays where it is, and is not digested meanwhile, may be handed on in any amount
+            costs = clone or self.digests is not None or value.device.type == "cpu"
+            batch_bytes += meta.num_bytes if costs else 0
             temporary_bytes += meta.num_bytes if value.data_ptr() != tensor.data_ptr() else 0
             if (
                 one_by_one

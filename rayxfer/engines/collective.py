@@ -2,18 +2,19 @@
 
 Shared by `gloo` (CPU) and `nccl`. What differs between devices is a `Group`: how an operation is
 started, waited for and broken off. Two buckets are in flight: the next is packed (or received) while
-this one travels.
+this one travels. How a group comes together is in `broadcast.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rayxfer.base import LoadWeights
+from rayxfer.base import LoadWeights, WeightTransferUpdateInfo
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, metadata_from_wire
 from rayxfer.packing import Bucket, Layout, as_bytes, plain, unpack
@@ -21,6 +22,8 @@ from rayxfer.packing import Bucket, Layout, as_bytes, plain, unpack
 __all__ = [
     "Group",
     "Layouts",
+    "Staging",
+    "TensorsUpdateInfo",
     "deliver",
     "deliver_alone",
     "expect_end",
@@ -34,6 +37,20 @@ __all__ = [
 IN_FLIGHT = 2
 
 
+@dataclass
+class TensorsUpdateInfo(WeightTransferUpdateInfo):
+    """What one round carries, for every built-in engine.
+
+    Attributes:
+        names, dtype_names, shapes: one entry per tensor, in the order of the stream; dtypes by their
+            bare names ("bfloat16").
+    """
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
 class Group(ABC):
     """A process group whose rank 0 is the sender."""
 
@@ -41,11 +58,20 @@ class Group(ABC):
 
     @abstractmethod
     def start(self, buffer: torch.Tensor) -> Any:
-        """Begin to broadcast `buffer` (flat uint8) from rank 0; returns something to wait for."""
+        """Begin to broadcast `buffer` (flat uint8) from rank 0; returns something to wait for.
+
+        On a device, after everything that the calling thread's current stream has queued: the packing
+        of this buffer on the sender, the last reading of it on a worker. The buffer must stay as it is
+        until `wait` has returned.
+        """
 
     @abstractmethod
     def wait(self, work: Any) -> None:
-        """Return when done; raise when it failed or the group was aborted."""
+        """Return when done; raise when it failed or the group was aborted. On a device, the current
+        stream comes after it from then on."""
+
+    def drain(self) -> None:  # noqa: B027 - nothing is left to wait for where work is synchronous
+        """Return when all that the current stream has queued is done; raise as `wait`."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -164,6 +190,7 @@ def send_buckets(
     expect_end(iterator)
     while pending:
         group.wait(pending.pop(0))
+    group.drain()
 
 
 def fill(
@@ -240,6 +267,7 @@ def receive_buckets(
         following = next(ahead, None)
         if following is not None:
             start(following)
+    group.drain()
 
 
 def _landing(
