@@ -30,6 +30,7 @@ from rayxfer.feed import Feed
 from rayxfer.metadata import ParamMeta, metadata_to_wire
 from rayxfer.packing import plain
 from rayxfer.source import WeightSource, whole
+from rayxfer.threads import gpu_of_this_thread
 from rayxfer.topology import process_gone
 
 __all__ = ["Broken", "Stream", "Vote"]
@@ -158,17 +159,12 @@ class Stream:
         """Run in a thread that has the caller's context and torch modes; report its end."""
         context = contextvars.copy_context()
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        device = torch.cuda.current_device() if started else None
-        # what the caller has queued comes first: the source is read, and packed, on its stream
-        stream = torch.cuda.current_stream() if started else None
+        take_over_gpu = gpu_of_this_thread()
 
         def run() -> None:
             error: BaseException | None = None
             try:
-                if device is not None and stream is not None:
-                    torch.cuda.set_device(device)
-                    torch.cuda.set_stream(stream)
+                take_over_gpu()
                 with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                     context.run(function)
             except BaseException as caught:

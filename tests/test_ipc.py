@@ -25,7 +25,7 @@ from rayxfer import (
     WeightTransferEngineFactory,
 )
 from rayxfer.base import SessionPlan
-from rayxfer.engines.device import HANDLE_BYTES
+from rayxfer.engines.device import HANDLE_BYTES, expandable_segments
 from rayxfer.engines.handles import (
     FRAME_BYTES,
     MAX_TENSORS,
@@ -400,8 +400,6 @@ def test_expandable_segments_are_named(
 def test_the_allocators_settings_are_read(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], found: str | None
 ) -> None:
-    from rayxfer.engines.cuda import expandable_segments
-
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import threading
 import weakref
@@ -21,36 +20,14 @@ from rayxfer.engines.device import HANDLE_BYTES, Block, Counts, Device, Lane, Ma
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
 from rayxfer.gpus import canonical_uuid
 
-__all__ = ["CudaDevice", "check_cuda", "cuda_device", "expandable_segments"]
+__all__ = ["CudaDevice", "cuda_device"]
 
 _BUFFER_ID, _LEGACY_IPC_CAPABLE = 7, 10  # CU_POINTER_ATTRIBUTE_…
 _LAZY_PEER_ACCESS = 1
 
 
-def check_cuda(backend: str) -> None:
-    """Raise `BackendUnavailable` with the reason if this process cannot run a CUDA engine."""
-    if torch.version.cuda is None:
-        reason = f"this torch ({torch.__version__}) was built without CUDA"
-    elif not torch.cuda.is_available():
-        reason = "no CUDA device is visible to this process"
-    else:
-        return
-    raise BackendUnavailable(f"backend {backend!r} needs CUDA: {reason}")
-
-
-def expandable_segments() -> str | None:
-    """The setting under which torch's allocator makes memory that CUDA IPC cannot export, or None."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        for entry in os.environ.get(name, "").split(","):
-            key, _, value = entry.partition(":")
-            if key.strip() == "expandable_segments" and value.strip().lower() == "true":
-                return f"{name}=expandable_segments:True"
-    return None
-
-
-@functools.cache
 def cuda_device(uuid: str) -> CudaDevice:
-    """This process's device of that UUID ("": its current one).
+    """This process's device of that UUID ("": the calling thread's current one). One object each.
 
     Raises:
         ConfigError: it is not among the visible ones, naming those.
@@ -59,15 +36,17 @@ def cuda_device(uuid: str) -> CudaDevice:
         canonical_uuid(str(torch.cuda.get_device_properties(i).uuid))
         for i in range(torch.cuda.device_count())
     ]
-    if not uuid:
-        return cuda_device(seen[torch.cuda.current_device()])
+    uuid = uuid or seen[torch.cuda.current_device()]
     if uuid not in seen:
         mask = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise ConfigError(
             f"GPU {uuid} is not visible to this process: it sees {', '.join(seen)} "
             f"(CUDA_VISIBLE_DEVICES={mask!r})"
         )
-    return CudaDevice(uuid, seen.index(uuid))
+    with _lock:
+        if uuid not in _devices:
+            _devices[uuid] = CudaDevice(uuid, seen.index(uuid))
+        return _devices[uuid]
 
 
 class _Handle(ctypes.Structure):
@@ -216,6 +195,7 @@ class _CudaReady(Ready):
 
 
 _lock = threading.Lock()
+_devices: dict[str, CudaDevice] = {}
 _own_blocks: dict[bytes, int] = {}
 """Handles that this process exported → address: CUDA refuses to open them here."""
 _own_events: weakref.WeakValueDictionary[bytes, _CudaReady] = weakref.WeakValueDictionary()

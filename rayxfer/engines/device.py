@@ -4,6 +4,7 @@ file-backed double, so that everything but the device's own calls is tested with
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rayxfer.errors import TransferError
+from rayxfer.errors import BackendUnavailable, TransferError
 
 __all__ = [
     "HANDLE_BYTES",
@@ -23,6 +24,8 @@ __all__ = [
     "Mark",
     "Opened",
     "Ready",
+    "check_cuda",
+    "expandable_segments",
     "wait_mark",
 ]
 
@@ -31,6 +34,27 @@ HANDLE_BYTES = 64
 
 _SPINS = 50
 _PAUSE_S = 20e-6
+
+
+def check_cuda(backend: str) -> None:
+    """Raise `BackendUnavailable` with the reason if this process cannot run a CUDA engine."""
+    if torch.version.cuda is None:
+        reason = f"this torch ({torch.__version__}) was built without CUDA"
+    elif not torch.cuda.is_available():
+        reason = "no CUDA device is visible to this process"
+    else:
+        return
+    raise BackendUnavailable(f"backend {backend!r} needs CUDA: {reason}")
+
+
+def expandable_segments() -> str | None:
+    """The setting under which torch's allocator makes memory that CUDA IPC cannot export, or None."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        for entry in os.environ.get(name, "").split(","):
+            key, _, value = entry.partition(":")
+            if key.strip() == "expandable_segments" and value.strip().lower() == "true":
+                return f"{name}=expandable_segments:True"
+    return None
 
 
 class Mark(ABC):

@@ -29,7 +29,14 @@ from rayxfer.engines.collective import (
     TensorsUpdateInfo,
     merged_init_info,
 )
-from rayxfer.engines.device import Device, Mark, Ready, wait_mark
+from rayxfer.engines.device import (
+    Device,
+    Mark,
+    Ready,
+    check_cuda,
+    expandable_segments,
+    wait_mark,
+)
 from rayxfer.engines.handles import FRAME_BYTES, Exports, Frame, Imports
 from rayxfer.engines.ipc_round import SLOTS, Channel, Reader, Writer, free_staging
 from rayxfer.engines.ring import RingReader, RingWriter
@@ -95,8 +102,6 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
 
     @classmethod
     def check_available(cls) -> None:
-        from rayxfer.engines.cuda import check_cuda
-
         check_cuda("ipc")
 
     @classmethod
@@ -111,8 +116,6 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
 
     @classmethod
     def _bad_setting(cls) -> str | None:
-        from rayxfer.engines.cuda import expandable_segments
-
         return expandable_segments()
 
     # ---- the worker ----------------------------------------------------------------------------

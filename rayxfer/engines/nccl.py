@@ -18,7 +18,7 @@ from rayxfer.base import SessionPlan
 from rayxfer.engines.broadcast import BroadcastEngine, Member
 from rayxfer.engines.closing import close_later
 from rayxfer.engines.collective import Group
-from rayxfer.engines.device import Device, Lane, Mark
+from rayxfer.engines.device import Device, Lane, Mark, check_cuda
 from rayxfer.errors import ConfigError, TransferError
 from rayxfer.gpus import uuid_of
 
@@ -120,8 +120,6 @@ class NCCLEngine(BroadcastEngine):
 
     @classmethod
     def check_available(cls) -> None:
-        from rayxfer.engines.cuda import check_cuda
-
         check_cuda("nccl")
         cls._library()
 

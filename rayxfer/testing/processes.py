@@ -124,6 +124,7 @@ def _serve(
     sending = threading.Lock()
 
     def answer(number: int, kind: str, what: Any, given: Any) -> None:
+        reply: tuple[int, bool, Any]
         try:
             if kind == "handle":
                 reply = (number, True, session.handle(what, given))
