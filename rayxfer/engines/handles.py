@@ -125,6 +125,7 @@ class Exports:
         self._bases: list[int] = []
         self._by_base: dict[int, int] = {}
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
+        self._frames: dict[int, tuple[list[int], list[tuple[int, int]], set[int]]] = {}
         self._next = 0
         self._opens: list[Export] = []
         self._closes: list[int] = []
@@ -143,6 +144,7 @@ class Exports:
         self._bases.remove(block.base)
         del self._by_base[block.base]
         self._places = {k: v for k, v in self._places.items() if v[0] != number}
+        self._frames = {}
         if export in self._opens:
             self._opens.remove(export)  # nobody was told of it yet
         else:
@@ -191,20 +193,37 @@ class Exports:
         self._opens.append(export)
         return number
 
-    def checked(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
+    def checked(
+        self, tensors: Sequence[torch.Tensor], key: int | None = None
+    ) -> list[tuple[int, int]] | None:
         """`place` of each, or None if one cannot be reached in place. Right also when the allocator
-        has given blocks back since the round began: those that are meant are looked at again."""
+        has given blocks back since the round began: those that are meant are looked at again.
+
+        `key`: what these tensors are called from round to round; most rounds they lie where they lay.
+        """
+        addresses = [tensor.data_ptr() for tensor in tensors]
         for _ in range(2):
-            places = [self.place(tensor) for tensor in tensors]
-            if any(place is None for place in places):
-                return None
-            used = {place[0] for place in places if place is not None} - {NOTHING}
+            known = self._frames.get(key) if key is not None else None
+            if known is not None and known[0] == addresses:
+                _, places, used = known
+            else:
+                found = [self.place(tensor) for tensor in tensors]
+                places = [place for place in found if place is not None]
+                if len(places) < len(found):
+                    return None
+                used = {place[0] for place in places} - {NOTHING}
             dead = [n for n in used if not self._device.lives(self._blocks[n][0])]
             if not dead:
-                return [place for place in places if place is not None]
+                if key is not None:
+                    self._frames[key] = (addresses, places, used)
+                return places
             for number in dead:
                 self._drop(number)
         return None
+
+    def forget(self) -> None:
+        """Another layout: keys mean other tensors."""
+        self._frames = {}
 
     def take_news(self) -> tuple[list[Export], list[int]]:
         """What to open and to close with the next frame."""
@@ -224,7 +243,7 @@ class Imports:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._opened: dict[int, tuple[Opened, int]] = {}
-        self._views: dict[int, tuple[tuple[int, int], tuple[str, torch.Tensor]]] = {}
+        self._views: dict[int, tuple[list[tuple[int, int]], list[tuple[str, torch.Tensor]]]] = {}
 
     def __len__(self) -> int:
         return len(self._opened)
@@ -241,7 +260,7 @@ class Imports:
             before_closing()
         for number in frame.closes:
             opened, _ = self._find(number)
-            self._views = {k: v for k, v in self._views.items() if v[0][0] != number}
+            self._views = {}
             del self._opened[number]
             self._device.close(opened)
         for export in frame.opens:
@@ -271,17 +290,14 @@ class Imports:
             )
         return opened.memory[offset : offset + num_bytes]
 
-    def view(
-        self,
-        index: int,
-        place: tuple[int, int],
-        make: Callable[[torch.Tensor], tuple[str, torch.Tensor]],
-        num_bytes: int,
-    ) -> tuple[str, torch.Tensor]:
-        """Tensor `index` of the layout at its place: made once, for as long as it stays there."""
-        known = self._views.get(index)
-        if known is None or known[0] != place:
-            known = self._views[index] = (place, make(self.memory(place, num_bytes)))
+    def views(
+        self, frame: Frame, make: Callable[[int, tuple[int, int]], tuple[str, torch.Tensor]]
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The tensors of a frame: made (`make(index, place)`) once, for as long as they stay there."""
+        known = self._views.get(frame.first)
+        if known is None or known[0] != frame.places:
+            views = [make(frame.first + i, place) for i, place in enumerate(frame.places)]
+            known = self._views[frame.first] = (frame.places, views)
         return known[1]
 
     def forget_views(self) -> None:

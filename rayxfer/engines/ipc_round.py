@@ -43,6 +43,7 @@ class Channel:
     exports: Exports
     form: str
     layouts: Layouts
+    layout: Layout | None = None
     staging: list[torch.Tensor] = field(default_factory=list)
     held: list[Any] = field(default_factory=lambda: [None] * SLOTS)
     closed: bool = False
@@ -60,6 +61,12 @@ def free_staging(channel: Channel) -> None:
         channel.device.settle()
         while channel.staging:
             channel.device.free(channel.staging.pop())
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """`plain`, and quick for what is plain already, which nearly all is."""
+    odd = not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg()
+    return plain(tensor) if odd else tensor
 
 
 class Writer:
@@ -80,6 +87,9 @@ class Writer:
 
     def run(self) -> None:
         channel = self._channel
+        if channel.layout is not self._layout:
+            channel.layout = self._layout
+            channel.exports.forget()
         channel.exports.begin()
         for bucket in self._layout.plan.buckets:
             for start in range(0, len(bucket.pieces), MAX_TENSORS):
@@ -95,8 +105,8 @@ class Writer:
 
     def _in_place(self, bucket: Bucket, pieces: tuple[Piece, ...]) -> None:
         metadata = self._layout.metadata
-        tensors = [plain(next_tensor(self._iterator, metadata[p.tensor])) for p in pieces]
-        places = self._channel.exports.checked(tensors)
+        tensors = [_plain(next_tensor(self._iterator, metadata[p.tensor])) for p in pieces]
+        places = self._channel.exports.checked(tensors, key=pieces[0].tensor)
         if places is not None:
             self._publish(Frame(pieces[0].tensor, 0, places), self._slot(), tensors)
             return
@@ -221,7 +231,7 @@ class Reader:
         if frame.part is not None:
             self._take_part(frame, *frame.part)
             return
-        views = [self._view(frame.first + i, place) for i, place in enumerate(frame.places)]
+        views = self._imports.views(frame, self._view)
         self._next += count
         if not views:
             return
@@ -231,13 +241,8 @@ class Reader:
 
     def _view(self, index: int, place: tuple[int, int]) -> tuple[str, torch.Tensor]:
         meta = self._layout.metadata[index]
-        whole = Piece(index, 0, meta.num_bytes, 0)
-        return self._imports.view(
-            index,
-            place,
-            lambda memory: (meta.name, view_piece(whole, meta, memory)),
-            meta.num_bytes,
-        )
+        memory = self._imports.memory(place, meta.num_bytes)
+        return meta.name, view_piece(Piece(index, 0, meta.num_bytes, 0), meta, memory)
 
     def _take_part(self, frame: Frame, start: int, length: int) -> None:
         meta = self._layout.metadata[frame.first]

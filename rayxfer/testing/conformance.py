@@ -71,6 +71,7 @@ class _Kit:
     config: WeightTransferConfig
     workers: int
     place: Callable[[Any], Any]
+    place_receivers: Callable[[Any], Any]
 
     def controller(
         self, workers: list[Any], *, bucket_size_bytes: int | None = None, **settings: Any
@@ -81,7 +82,7 @@ class _Kit:
         return LocalController(workers, config)
 
     def receivers(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        return [_clone(model) for _ in range(self.workers)]
+        return [self.place_receivers(_clone(model)) for _ in range(self.workers)]
 
 
 def check_engine(
@@ -91,6 +92,7 @@ def check_engine(
     workers: int = 2,
     only: str | None = None,
     place: Callable[[Any], Any] = lambda model: model,
+    place_receivers: Callable[[Any], Any] = lambda model: model,
 ) -> ConformanceReport:
     """Run the kit on an engine: a registered name, or a class.
 
@@ -101,7 +103,8 @@ def check_engine(
         workers: how many receivers.
         only: run only the checks whose name contains this.
         place: moves a model to where the engine is meant to find it (a GPU), in place; called on each
-            model that is sent. Receivers are deep copies of it.
+            model that is sent. Receivers are deep copies of it, unless moved on:
+        place_receivers: the same for each receiver.
 
     Returns:
         the report, all passed.
@@ -116,7 +119,7 @@ def check_engine(
     try:
         engine_cls = WeightTransferEngineFactory.get_engine_class(name)
         engine_cls.check_available()
-        kit = _Kit(name, engine_cls, config, workers, place)
+        kit = _Kit(name, engine_cls, config, workers, place, place_receivers)
         report = ConformanceReport(name)
         for check in _CHECKS:
             title = check.__name__.removeprefix("_check_")

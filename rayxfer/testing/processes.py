@@ -62,7 +62,11 @@ class ProcessWorker(WorkerClient):
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """`function(model, *arguments)` there; importable by name. Raises what it raises."""
-        return self._send(("run", function, arguments)).result(timeout=120)
+        return self.start(function, *arguments).result(timeout=120)
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """As `run`, without waiting."""
+        return self._send(("run", function, arguments))
 
     def _send(self, what: tuple[Any, ...]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -72,7 +76,7 @@ class ProcessWorker(WorkerClient):
             try:
                 if self._gone:
                     raise OSError("the pipe is closed")
-                self._connection.send_bytes(pickle.dumps((number, *what)))
+                self._connection.send_bytes(_packed(number, what))
             except OSError as error:
                 del self._futures[number]
                 future.set_exception(WorkerLost(f"the worker's process is gone: {error}"))
@@ -81,9 +85,14 @@ class ProcessWorker(WorkerClient):
     def _listen(self) -> None:
         while True:
             try:
-                number, good, value = pickle.loads(self._connection.recv_bytes())
+                data = self._connection.recv_bytes()
             except (EOFError, OSError):
                 break
+            number = int.from_bytes(data[:_NUMBER_BYTES])
+            try:
+                good, value = pickle.loads(data[_NUMBER_BYTES:])
+            except Exception as error:  # not everything that can be pickled can be unpickled
+                good, value = False, error
             with self._lock:
                 future = self._futures.pop(number)
             if good:
@@ -112,6 +121,13 @@ class ProcessWorker(WorkerClient):
         self.close()
 
 
+_NUMBER_BYTES = 8
+
+
+def _packed(number: int, what: Any) -> bytes:
+    return number.to_bytes(_NUMBER_BYTES) + pickle.dumps(what)
+
+
 def _serve(
     connection: Connection, build: Callable[..., Any], arguments: Any, environ: dict[str, str]
 ) -> None:
@@ -124,20 +140,21 @@ def _serve(
     sending = threading.Lock()
 
     def answer(number: int, kind: str, what: Any, given: Any) -> None:
-        reply: tuple[int, bool, Any]
         try:
             if kind == "handle":
-                reply = (number, True, session.handle(what, given))
+                reply = _packed(number, (True, session.handle(what, given)))
             else:
-                reply = (number, True, what(binding.live_model(), *given))
+                reply = _packed(number, (True, what(binding.live_model(), *given)))
         except Exception as error:  # the caller's, who gets it
-            reply = (number, False, error)
+            reply = _packed(number, (False, error))
         with sending, contextlib.suppress(OSError):
-            connection.send_bytes(pickle.dumps(reply))
+            connection.send_bytes(reply)
 
     while True:
         try:
-            message = pickle.loads(connection.recv_bytes())
+            data = connection.recv_bytes()
         except (EOFError, OSError):
             return
-        threading.Thread(target=answer, args=message, daemon=True).start()
+        number = int.from_bytes(data[:_NUMBER_BYTES])
+        message = pickle.loads(data[_NUMBER_BYTES:])
+        threading.Thread(target=answer, args=(number, *message), daemon=True).start()
