@@ -24,6 +24,7 @@ from rayxfer import (
     WeightTransferConfig,
     WeightTransferEngineFactory,
 )
+from rayxfer import WeightTransferEngineFactory as Factory
 from rayxfer.base import SessionPlan
 from rayxfer.engines.device import HANDLE_BYTES, expandable_segments
 from rayxfer.engines.handles import (
@@ -39,7 +40,7 @@ from rayxfer.metadata import ParamMeta
 from rayxfer.source import WeightSource
 from rayxfer.testing import LocalController, ProcessWorker, assert_same_bytes, check_engine, doubles
 from rayxfer.testing.doubles import DoubleDevice, DoubleIPCEngine
-from rayxfer.topology import Facts, local_facts
+from rayxfer.topology import Facts, choose_backend, local_facts
 from tests.helpers import poison
 
 
@@ -427,6 +428,35 @@ def test_direct_refuses_what_it_cannot_read_in_place(device: DoubleDevice) -> No
 def test_bad_settings_are_named(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(bad))):
         DoubleIPCEngine.trainer_open(plan(on(GPU_A), init_info=bad))
+
+
+def test_auto_goes_another_way_where_ipc_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: DoubleDevice
+) -> None:
+    """Found at connect, so nothing has moved yet; the reason is in the report."""
+    from rayxfer import sender as sending
+
+    def refuse(self: DoubleDevice, handle: bytes) -> None:
+        raise TransferError("operation not supported")
+
+    monkeypatch.setattr(DoubleDevice, "open_ready", refuse)
+    monkeypatch.setattr(
+        Factory, "_lazy", {**Factory._lazy, "ipc": (doubles.__name__, "DoubleIPCEngine")}
+    )
+    monkeypatch.setattr(sending, "choose_backend", _choose_as_on_one_gpu)
+    model, receiver = device.place(net()), poisoned_net()
+    with LocalController([receiver], WeightTransferConfig(backend="auto")) as controller:
+        report = controller.sync_weights(model)
+    assert report.workers[0].backend == "gloo"
+    assert "operation not supported" in report.workers[0].reason
+    same(model, [receiver])
+
+
+def _choose_as_on_one_gpu(sender: Facts, worker: Facts, **rest: Any) -> Any:
+    at = {"device": GPU_A}
+    return choose_backend(
+        dataclasses.replace(sender, **at), dataclasses.replace(worker, **at), **rest
+    )
 
 
 # --- hostile or broken frames ---------------------------------------------------------------

@@ -40,7 +40,7 @@ from rayxfer.engines.device import (
 from rayxfer.engines.handles import FRAME_BYTES, Exports, Frame, Imports
 from rayxfer.engines.ipc_round import SLOTS, Channel, Reader, Writer, free_staging
 from rayxfer.engines.ring import RingReader, RingWriter
-from rayxfer.errors import BackendUnavailable, ConfigError, StateError
+from rayxfer.errors import BackendUnavailable, ConfigError, StateError, TransferError
 from rayxfer.gpus import uuid_of
 from rayxfer.packing import Layout
 from rayxfer.topology import Facts, same_host
@@ -124,7 +124,7 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
         """Open the sender's ring and events.
 
         Raises:
-            BackendUnavailable: no CUDA here, or the sender's ring cannot be opened.
+            BackendUnavailable: no CUDA here, or the sender's ring or events cannot be opened.
             ConfigError: the GPU is not visible here, naming those that are.
         """
         self.check_available()
@@ -132,7 +132,13 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
         self._device = self._device_of(init_info.device)
         self._imports = Imports(self._device)
         self._layouts = Layouts(init_info.bucket_size_bytes)
-        self._events = [self._device.open_ready(bytes.fromhex(one)) for one in init_info.events]
+        try:
+            self._events = [self._device.open_ready(bytes.fromhex(one)) for one in init_info.events]
+        except TransferError as error:  # said now, so that "auto" can take another way
+            raise BackendUnavailable(
+                f"backend 'ipc': CUDA IPC does not work between these processes: {error.message}",
+                cause=error,
+            ) from error
         self._ring = RingReader(
             reader=self.parallel_config.rank,
             pid=init_info.pid,
