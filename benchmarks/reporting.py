@@ -14,6 +14,17 @@ import ray
 import torch
 
 import rayxfer
+from benchmarks.tables import table
+
+__all__ = [
+    "bulk_table",
+    "environment",
+    "fixed_table",
+    "phase_medians",
+    "phase_table",
+    "summary",
+    "table",
+]
 
 PHASES = ("begin", "connect", "prepare", "update", "finish", "commit")
 
@@ -67,19 +78,6 @@ def _commit() -> str:
         return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, padded so that it reads well as plain text too."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-
-    def line(cells: Sequence[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        others = [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True)]
-        return "| " + " | ".join([first, *others]) + " |"
-
-    ruler = ["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]
-    return "\n".join([line(head), "|" + "|".join(ruler) + "|", *(line(row) for row in rows)])
 
 
 def bulk_table(results: Sequence[dict[str, Any]]) -> str:

@@ -37,6 +37,7 @@ class Link:
         requested: the backend that was asked for ("auto" included).
         backend, reason: what was chosen for it, and why.
         facts: where it lives; None until it was reached.
+        refused: backends that "auto" tried for it in vain → why.
         has_metadata: digest of the metadata that it is known to hold.
         calls: control calls of the current sync.
     """
@@ -48,7 +49,7 @@ class Link:
     incarnation: str
     backend: str = ""
     reason: str = ""
-    shm_refused: str | None = None
+    refused: dict[str, str] = field(default_factory=dict)
     has_metadata: str | None = None
     calls: int = 0
     acked: int = 0

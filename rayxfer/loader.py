@@ -442,7 +442,9 @@ class ModuleLoader(WeightLoader):
         if len(places) != 1 or places[0].cast:
             return None
         tensor = places[0].tensor
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_inference():
+        if tensor.device.type not in ("cpu", "cuda") or not tensor.is_contiguous():
+            return None
+        if tensor.is_inference():
             return None
         if tensor.is_conj() or tensor.is_neg():
             return None

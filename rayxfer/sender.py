@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import sys
 import threading
 import time
@@ -33,6 +34,7 @@ from rayxfer.errors import (
     WorkerLost,
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
+from rayxfer.gpus import link_between, uuid_of
 from rayxfer.metadata import ParamMeta, metadata_digest, metadata_to_wire
 from rayxfer.packing import ALIGNMENT_BYTES
 from rayxfer.report import KEEPER_RANK, SyncReport, WorkerReport, WorkerState
@@ -40,8 +42,11 @@ from rayxfer.source import WeightSource, checked_metadata
 from rayxfer.stream import Broken, Stream, Vote
 from rayxfer.topology import (
     Facts,
+    bucket_size,
     check_agreement,
     choose_backend,
+    device_name,
+    free_memory,
     local_facts,
     process_gone,
 )
@@ -301,6 +306,15 @@ class Sender:
             self._facts = local_facts()
         return self._facts
 
+    def _facts_of(self, source: WeightSource) -> Facts:
+        """This process's facts, with the device on which the source's tensors are now."""
+        device = source.weights_device()
+        if device.type != "cuda":
+            return self._local_facts()
+        return dataclasses.replace(
+            self._local_facts(), device=device_name(device), free_bytes=free_memory(device)
+        )
+
     def _adopt(self, grant: dict[str, Any]) -> None:
         if grant.get("members") is not None:
             old = self._links
@@ -335,14 +349,23 @@ class Sender:
 
     def _ensure_channels(self, call: _Call, links: list[Link]) -> None:
         """Channels over exactly these links; those that fit stay, the others are opened."""
-        sender = self._local_facts()
+        sender = self._facts_of(call.source)
         groups: dict[str, list[Link]] = {}
         for link in links:
             assert link.facts is not None  # only a worker that was never reached has none
             check_agreement(sender, link.facts, link.rank, link.requested)
             if link.requested == "auto":
-                choice = choose_backend(sender, link.facts, shm_refused=link.shm_refused)
+                choice = choose_backend(
+                    sender,
+                    link.facts,
+                    shm_refused=link.refused.get("shm"),
+                    ipc_refused=link.refused.get("ipc"),
+                    taken={uuid_of(m.facts.device) for m in groups.get("nccl", ()) if m.facts},
+                )
                 link.backend, link.reason = choice.backend, choice.reason
+                if choice.backend == "nccl" and sender.boot_id == link.facts.boot_id:
+                    how = link_between(uuid_of(sender.device), uuid_of(link.facts.device))
+                    link.reason += f" ({how})" if how else ""
             else:
                 link.backend, link.reason = link.requested, "as configured"
             groups.setdefault(link.backend, []).append(link)
@@ -352,7 +375,8 @@ class Sender:
         }
         kept: list[Channel] = []
         for channel in self._channels:
-            if not channel.dirty and channel.key in wanted:
+            moved = channel.plan.sender.device != sender.device
+            if not channel.dirty and not moved and channel.key in wanted:
                 kept.append(channel)
                 del wanted[channel.key]
             else:
@@ -367,7 +391,11 @@ class Sender:
         engine_cls = entry.load()
         # never more than the model
         total = sum(m.num_bytes + ALIGNMENT_BYTES for m in call.metadata)
-        wanted = self._config.bucket_size_bytes or engine_cls.default_bucket_size_bytes
+        sender = self._facts_of(call.source)
+        members = [sender, *(link.facts for link in group if link.facts is not None)]
+        wanted = self._config.bucket_size_bytes or bucket_size(
+            engine_cls.default_bucket_size_bytes, members
+        )
         size = max(1, min(wanted, total))
         try:
             return connect(
@@ -376,7 +404,7 @@ class Sender:
                 entry=entry,
                 links=group,
                 config=self._config,
-                sender=self._local_facts(),
+                sender=sender,
                 bucket_size_bytes=size,
                 base_message=self._base,
                 deadline=deadline,
@@ -386,9 +414,9 @@ class Sender:
             link = next((one for one in group if one.rank == rank), None)
             if isinstance(error, BackendUnavailable):
                 refused = group if link is None else [link]
-                if backend == "shm" and all(one.requested == "auto" for one in refused):
+                if backend in ("shm", "ipc") and all(one.requested == "auto" for one in refused):
                     for one in refused:
-                        one.shm_refused = error.message
+                        one.refused[backend] = error.message
                     raise _Again from error
                 raise
             if link is None:

@@ -38,6 +38,7 @@ from rayxfer.loader import FuseRule, ModuleLoader, OpaqueLoader, StagedLoader, W
 from rayxfer.metadata import ParamMeta, dtype_name, metadata_digest, metadata_from_wire
 from rayxfer.report import WorkerState
 from rayxfer.source import ModuleSource, Rename, WeightSource, named_tensors
+from rayxfer.threads import gpu_of_this_thread
 from rayxfer.topology import local_facts
 
 __all__ = ["Binding", "RoundAborted", "WorkerSession"]
@@ -99,11 +100,13 @@ class _Task:
         self.done = threading.Event()
         self.result: dict[str, Any] = {}
         self._function = function
+        self._take_over_gpu = gpu_of_this_thread()
         self.thread = threading.Thread(target=self._run, name=f"rayxfer-{key[0]}", daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
+            self._take_over_gpu()
             self.result = self._function()
         except RayxferError as error:
             self.result = {"error": error}

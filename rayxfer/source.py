@@ -63,8 +63,9 @@ class WeightSource(ABC):
     """
 
     stable: ClassVar[bool] = False
-    """True: every yielded tensor keeps its memory and values until the pass ends, so that several
-    may be in flight. False (the default): only until the next one is asked for."""
+    """True: every yielded tensor keeps its memory and values until the `sync_weights` that reads them
+    returns, so that several may be in flight. False (the default): only until the next one is asked
+    for."""
 
     @abstractmethod
     def metadata(self) -> list[ParamMeta]:
@@ -73,6 +74,10 @@ class WeightSource(ABC):
     @abstractmethod
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """A fresh pass: whole tensors, in metadata order."""
+
+    def weights_device(self) -> torch.device:
+        """Where the tensors live: decides, with `backend="auto"`, how they travel. Default: the CPU."""
+        return torch.device("cpu")
 
     def held_names(self) -> Collection[str] | None:
         """Names that this trainer rank can yield; None (the default): all of them."""
@@ -121,6 +126,11 @@ class MappingSource(WeightSource):
                     name=str(name),
                 )
         return tensors
+
+    def weights_device(self) -> torch.device:
+        """Where the first tensor lives."""
+        first = next(iter(self._tensors().values()), None)
+        return torch.device("cpu") if first is None else first.device
 
     def _unique(self) -> list[tuple[str, torch.Tensor, tuple[str, ...]]]:
         groups: dict[Any, tuple[torch.Tensor, list[str]]] = {}

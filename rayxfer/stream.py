@@ -29,6 +29,7 @@ from rayxfer.feed import Feed
 from rayxfer.metadata import ParamMeta, metadata_to_wire
 from rayxfer.packing import plain
 from rayxfer.source import WeightSource, whole
+from rayxfer.threads import gpu_of_this_thread
 from rayxfer.topology import process_gone
 
 __all__ = ["Broken", "Stream", "Vote"]
@@ -163,14 +164,12 @@ class Stream:
         """Run in a thread that has the caller's context and torch modes; report its end."""
         context = contextvars.copy_context()
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-        device = torch.cuda.current_device() if started else None
+        take_over_gpu = gpu_of_this_thread()
 
         def run() -> None:
             error: BaseException | None = None
             try:
-                if device is not None:
-                    torch.cuda.set_device(device)
+                take_over_gpu()
                 with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                     context.run(function)
             except BaseException as caught:
@@ -200,6 +199,7 @@ class Stream:
         }
         if channel.handle is not None:
             args["channel"] = channel.handle
+            args["stable"] = self._source.stable
         if push is not None:
             args["push"] = push
         try:
@@ -229,7 +229,9 @@ class Stream:
             if clone:
                 value = value.clone()
             batch.append((name, value))
-            batch_bytes += meta.num_bytes
+            # what stays where it is, and is not digested meanwhile, may be handed on in any amount
+            costs = clone or self.digests is not None or value.device.type == "cpu"
+            batch_bytes += meta.num_bytes if costs else 0
             temporary_bytes += meta.num_bytes if value.data_ptr() != tensor.data_ptr() else 0
             if (
                 one_by_one

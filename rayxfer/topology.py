@@ -1,7 +1,7 @@
 """Who is where: the facts that decide which engine reaches a worker, and why.
 
-Pure apart from `local_facts`, which reads this process's own surroundings. The only module that
-imports pynvml, and only when asked about a GPU.
+Pure apart from `local_facts`, which reads this process's own surroundings. What NVML knows of GPUs
+is in `gpus.py`.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ import functools
 import os
 import socket
 import sys
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from rayxfer.errors import ConfigError
+from rayxfer.gpus import uuid_of
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Choice", "Facts", "choose_backend", "local_facts"]
+__all__ = ["Choice", "Facts", "bucket_size", "choose_backend", "local_facts"]
 
 NCCL_SETTINGS = (
     "NCCL_CUMEM_ENABLE",
@@ -49,6 +51,7 @@ class Facts:
         torch_version: bare torch version.
         nccl_settings: the environment variables that both ends of an NCCL channel must share.
         pid_namespace, started: with boot_id and pid, what tells this process from any other.
+        free_bytes: device memory that was free when the facts were taken; 0: no GPU, or not known.
     """
 
     protocol: int
@@ -63,6 +66,7 @@ class Facts:
     pid_namespace: str = ""
     started: str = ""
     nccl_settings: tuple[tuple[str, str], ...] = ()
+    free_bytes: int = 0
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -144,7 +148,20 @@ def local_facts(device: torch.device | None = None, *, num_ranks: int = 1) -> Fa
         pid_namespace=_read_link("/proc/self/ns/pid"),
         started=_start_time(os.getpid()),
         nccl_settings=tuple((k, os.environ[k]) for k in NCCL_SETTINGS if k in os.environ),
+        free_bytes=0 if device is None else free_memory(device),
     )
+
+
+def free_memory(device: torch.device) -> int:
+    """Free bytes of a GPU, as CUDA tells them (NVML may not, of a MIG instance); 0 for others."""
+    if device.type != "cuda":
+        return 0
+    import torch
+
+    try:
+        return int(torch.cuda.mem_get_info(device)[0])
+    except RuntimeError:  # a GPU that is out of order is found by those who use it
+        return 0
 
 
 def process_gone(process: Facts | None) -> bool:
@@ -185,22 +202,57 @@ def same_host(a: Facts, b: Facts) -> bool:
     return a.boot_id == b.boot_id and a.hostname == b.hostname and a.uid == b.uid
 
 
-def choose_backend(sender: Facts, worker: Facts, *, shm_refused: str | None = None) -> Choice:
+def choose_backend(
+    sender: Facts,
+    worker: Facts,
+    *,
+    shm_refused: str | None = None,
+    ipc_refused: str | None = None,
+    taken: Collection[str] = (),
+) -> Choice:
     """The rule behind `backend="auto"`, for one worker.
 
     Same GPU → ipc; same host on CPU → shm (unless opening the memory file was tried and refused:
-    PID namespaces differ); both on GPUs → nccl; else gloo.
+    PID namespaces differ); both on GPUs → nccl; else gloo. ipc that was tried and refused, and workers
+    that share a GPU NCCL has already (`taken`: it takes each once), are served by gloo.
     """
-    both_cuda = sender.device.startswith("cuda:") and worker.device.startswith("cuda:")
-    if both_cuda and sender.device == worker.device:
-        return Choice("ipc", f"same GPU as the sender ({worker.device})")
-    if both_cuda:
+    here, there = uuid_of(sender.device), uuid_of(worker.device)
+    if here and here == there:
+        if worker.num_ranks > 1:
+            return Choice(
+                "gloo", f"a worker of {worker.num_ranks} ranks, the sender's GPU among them"
+            )
+        if ipc_refused is None:
+            return Choice("ipc", f"same GPU as the sender ({worker.device})")
+        return Choice("gloo", f"same GPU, but memory handles were refused: {ipc_refused}")
+    if here and there:
+        if there in taken:
+            return Choice(
+                "gloo", f"another worker is on {worker.device}, and NCCL takes a GPU once"
+            )
         return Choice("nccl", f"sender on {sender.device}, worker on {worker.device}")
     if same_host(sender, worker) and worker.device == "cpu":
         if shm_refused is None:
             return Choice("shm", f"same host as the sender ({worker.hostname}), weights on the CPU")
         return Choice("gloo", f"same host, but shared memory was refused: {shm_refused}")
     return Choice("gloo", f"sender on host {sender.hostname}, worker on {worker.hostname}")
+
+
+_FREE_SHARE = 16
+_LEAST_BUCKET_BYTES = 1 << 20
+
+
+def bucket_size(default_bytes: int, members: Sequence[Facts]) -> int:
+    """The wire unit when the user sets none: the engine's own, but at most a sixteenth of the least
+    device memory that any member (sender or worker) has free, and never below 1 MiB.
+
+    A channel keeps two buckets on either side, so they take an eighth of what is free where it is
+    tightest. Members without a GPU have no say. Free memory is as of when the facts were taken.
+    """
+    free = [one.free_bytes for one in members if one.free_bytes > 0]
+    if not free:
+        return default_bytes
+    return min(default_bytes, max(_LEAST_BUCKET_BYTES, min(free) // _FREE_SHARE))
 
 
 def check_protocol(sender: Facts, worker: Facts, rank: int) -> None:

@@ -2,7 +2,7 @@
 
 Shared by `gloo` (CPU) and `nccl`. What differs between devices is a `Group`: how an operation is
 started, waited for and broken off. Two buckets are in flight: the next is packed (or received) while
-this one travels.
+this one travels. How a group comes together is in `broadcast.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rayxfer.base import LoadWeights
+from rayxfer.base import LoadWeights, WeightTransferUpdateInfo
 from rayxfer.copying import is_memory
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, metadata_from_wire
@@ -24,6 +25,8 @@ from rayxfer.packing import Bucket, Layout, as_bytes, plain, unpack
 __all__ = [
     "Group",
     "Layouts",
+    "Staging",
+    "TensorsUpdateInfo",
     "deliver",
     "deliver_alone",
     "expect_end",
@@ -37,6 +40,20 @@ __all__ = [
 IN_FLIGHT = 2
 
 
+@dataclass
+class TensorsUpdateInfo(WeightTransferUpdateInfo):
+    """What one round carries, for every built-in engine.
+
+    Attributes:
+        names, dtype_names, shapes: one entry per tensor, in the order of the stream; dtypes by their
+            bare names ("bfloat16").
+    """
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
 class Group(ABC):
     """A process group whose rank 0 is the sender."""
 
@@ -44,11 +61,20 @@ class Group(ABC):
 
     @abstractmethod
     def start(self, buffer: torch.Tensor) -> Any:
-        """Begin to broadcast `buffer` (flat uint8) from rank 0; returns something to wait for."""
+        """Begin to broadcast `buffer` (flat uint8) from rank 0; returns something to wait for.
+
+        On a device, after everything that the calling thread's current stream has queued: the packing
+        of this buffer on the sender, the last reading of it on a worker. The buffer must stay as it is
+        until `wait` has returned.
+        """
 
     @abstractmethod
     def wait(self, work: Any) -> None:
-        """Return when done; raise when it failed or the group was aborted."""
+        """Return when done; raise when it failed or the group was aborted. On a device, the current
+        stream comes after it from then on."""
+
+    def drain(self) -> None:  # noqa: B027 - nothing is left to wait for where work is synchronous
+        """Return when all that the current stream has queued is done; raise as `wait`."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -70,10 +96,6 @@ class Layouts:
         """Forget it, and with it the views of buffers that it keeps."""
         self._wire: dict[str, Any] = {}
         self._layout = Layout((), self._bucket_size_bytes)
-
-    def forget_views(self) -> None:
-        """Drop the views of buffers that are to be released."""
-        self._wire, self._layout = {}, Layout((), self._bucket_size_bytes)
 
     def get(self, update_info: Any) -> Layout:
         """For a built-in engine's update info (a dict, or the typed dataclass).
@@ -194,6 +216,7 @@ def send_buckets(
     expect_end(iterator)
     while pending:
         group.wait(pending.pop(0))
+    group.drain()
 
 
 def fill(
@@ -276,6 +299,7 @@ def receive_buckets(
         following = next(ahead, None)
         if following is not None:
             start(following)
+    group.drain()
 
 
 def _landing(

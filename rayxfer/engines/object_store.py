@@ -20,10 +20,10 @@ from rayxfer.base import (
     SessionPlan,
     WeightTransferEngine,
     WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
 )
 from rayxfer.engines.collective import (
     Layouts,
+    TensorsUpdateInfo,
     deliver_alone,
     expect_end,
     merged_init_info,
@@ -32,7 +32,7 @@ from rayxfer.engines.collective import (
 from rayxfer.errors import BackendUnavailable, StateError, TransferError
 from rayxfer.packing import unpack, write_piece
 
-__all__ = ["ObjectStoreEngine", "ObjectStoreInitInfo", "ObjectStoreUpdateInfo"]
+__all__ = ["ObjectStoreEngine", "ObjectStoreInitInfo"]
 
 _IN_FLIGHT = 2
 _SLICE_S = 0.2
@@ -43,15 +43,6 @@ class ObjectStoreInitInfo(WeightTransferInitInfo):
     """`bucket_size_bytes`: the sender's wire unit. Nothing else is needed."""
 
     bucket_size_bytes: int
-
-
-@dataclass
-class ObjectStoreUpdateInfo(WeightTransferUpdateInfo):
-    """What one round carries: names, bare dtype names, shapes, in the order of the stream."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
 
 
 class _Inbox:
@@ -73,11 +64,11 @@ class _Inbox:
         return consumed
 
 
-class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, ObjectStoreUpdateInfo]):
+class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, TensorsUpdateInfo]):
     """Buckets as objects. See the module's text."""
 
     init_info_cls = ObjectStoreInitInfo
-    update_info_cls = ObjectStoreUpdateInfo
+    update_info_cls = TensorsUpdateInfo
     copies_before_next = True
     uses_push = True
     default_bucket_size_bytes = 32 << 20
@@ -110,9 +101,7 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, ObjectStoreUpd
     def on_push(self, sequence: int, payload: Any) -> threading.Event:
         return self._inbox.add(sequence, payload)
 
-    def receive_weights(
-        self, update_info: ObjectStoreUpdateInfo, load_weights: LoadWeights
-    ) -> None:
+    def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive one round. Raises TransferError when an object is lost or the round is aborted."""
         if self._info is None:
             raise StateError("object_store: receive_weights before init_transfer_engine")

@@ -2,8 +2,9 @@
 
 The file is a sealed memfd that readers open through /proc/<pid>/fd/<n>, so nothing can be left in
 /dev/shm and the kernel frees it with its last user, also after SIGKILL. The writer publishes frames
-by a counter; each reader acknowledges by its own. Waiting is a futex on the counter itself (a plain
-sleep where there is none), always in slices against an abort flag.
+by a counter; each reader acknowledges by its own, and sets it to the highest value when it leaves.
+Waiting is a futex on the counter itself (a plain sleep where there is none), always in slices against
+an abort flag.
 
 Mappings are never closed, only dropped: `mmap.close()` under a live tensor would be a segfault.
 """
@@ -33,6 +34,8 @@ _HEAD = 2 * _LINE  # after magic + nonce, and the geometry
 _PAGE = 4096
 _SLICE_S = 0.05
 _SPINS = 20
+_LEFT = (1 << 64) - 1
+"""A reader that has left is done with every frame there will ever be."""
 
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
@@ -186,9 +189,18 @@ class RingWriter:
                 self._memory.wait_change(_tail(reader), seen, _SLICE_S)
         self.lagging = None
 
+    @property
+    def turn(self) -> int:
+        """The place of the slot that `slot` gives next: 0 … slots - 1."""
+        return self._head % self._slots
+
+    def staying(self) -> list[int]:
+        """The readers that have not left."""
+        return [r for r in range(self._readers) if self._memory.read(_tail(r)) != _LEFT]
+
     def _check(self) -> None:
         if self._aborted.is_set():
-            raise TransferError("the shm channel was aborted", phase="update")
+            raise TransferError("the channel was aborted", phase="update")
 
     def abort(self) -> None:
         self._aborted.set()
@@ -264,19 +276,28 @@ class RingReader:
         self._tail = 0
         self._aborted = threading.Event()
 
-    def slot(self) -> torch.Tensor:
-        """The next frame's slot (flat uint8), once it was published. Follow up with `release()`."""
-        while (seen := self._memory.read(_HEAD)) <= self._tail:
+    def published(self, ahead: int = 0) -> bool:
+        """Whether `slot(ahead)` would return at once."""
+        return self._memory.read(_HEAD) > self._tail + ahead
+
+    def slot(self, ahead: int = 0) -> torch.Tensor:
+        """The next frame's slot (flat uint8), once it was published; or the one `ahead` of it, while
+        those before are not released yet. Follow up with `release()`, one per frame, in order."""
+        while (seen := self._memory.read(_HEAD)) <= self._tail + ahead:
             if self._aborted.is_set():
-                raise TransferError("the shm channel was aborted", phase="update")
+                raise TransferError("the channel was aborted", phase="update")
             self._memory.wait_change(_HEAD, seen, _SLICE_S)
-        start = self._start + (self._tail % self._slots) * self.slot_bytes
+        start = self._start + ((self._tail + ahead) % self._slots) * self.slot_bytes
         return self._memory.bytes[start : start + self.slot_bytes]
 
     def release(self) -> None:
         """Done with the slot: the writer may fill it again."""
         self._tail += 1
         self._memory.write(_tail(self._reader), self._tail)
+
+    def leave(self) -> None:
+        """Touch nothing of the writer's any more, and say so. The last call."""
+        self._memory.write(_tail(self._reader), _LEFT)
 
     def abort(self) -> None:
         self._aborted.set()

@@ -18,11 +18,11 @@ from rayxfer.base import (
     SessionPlan,
     WeightTransferEngine,
     WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
 )
 from rayxfer.copying import copy_bytes, is_memory
 from rayxfer.engines.collective import (
     Layouts,
+    TensorsUpdateInfo,
     deliver,
     deliver_alone,
     expect_end,
@@ -34,7 +34,7 @@ from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.errors import BackendUnavailable, StateError
 from rayxfer.packing import ALIGNMENT_BYTES, align, as_bytes, plain
 
-__all__ = ["ShmEngine", "ShmInitInfo", "ShmUpdateInfo"]
+__all__ = ["ShmEngine", "ShmInitInfo"]
 
 _SLOTS = 2
 _MIN_SLOT_BYTES = 64 << 10
@@ -59,15 +59,6 @@ class ShmInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """What one round carries: names, bare dtype names, shapes, in the order of the stream."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-
-
-@dataclass
 class _Channel:
     ring: RingWriter
     layouts: Layouts
@@ -76,11 +67,11 @@ class _Channel:
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     """A ring in a memory file. See the module's text."""
 
     init_info_cls = ShmInitInfo
-    update_info_cls = ShmUpdateInfo
+    update_info_cls = TensorsUpdateInfo
     copies_before_next = True
     default_bucket_size_bytes = 4 << 20
 
@@ -104,7 +95,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             nonce=init_info.nonce,
         )
 
-    def receive_weights(self, update_info: ShmUpdateInfo, load_weights: LoadWeights) -> None:
+    def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive one round. Raises TransferError when the round is aborted."""
         ring = self._ring
         if ring is None or self._layouts is None:
@@ -122,6 +113,8 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 continue
             meta = layout.metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
             place = landing(meta.name) if landing is not None else None
+            if place is not None and place.device.type != "cpu":
+                place = None
             target = (
                 place if place is not None else torch.empty(bucket.num_bytes, dtype=torch.uint8)
             )
@@ -192,4 +185,4 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     @classmethod
     def trainer_close(cls, channel: _Channel) -> None:
         channel.ring.close()
-        channel.layouts.forget_views()
+        channel.layouts.clear()

@@ -70,6 +70,8 @@ class _Kit:
     engine_cls: EngineClass
     config: WeightTransferConfig
     workers: int
+    place: Callable[[Any], Any]
+    place_receivers: Callable[[Any], Any]
 
     def controller(
         self, workers: list[Any], *, bucket_size_bytes: int | None = None, **settings: Any
@@ -80,7 +82,7 @@ class _Kit:
         return LocalController(workers, config)
 
     def receivers(self, model: torch.nn.Module) -> list[torch.nn.Module]:
-        return [_clone(model) for _ in range(self.workers)]
+        return [self.place_receivers(_clone(model)) for _ in range(self.workers)]
 
 
 def check_engine(
@@ -89,6 +91,8 @@ def check_engine(
     config: WeightTransferConfig | None = None,
     workers: int = 2,
     only: str | None = None,
+    place: Callable[[Any], Any] = lambda model: model,
+    place_receivers: Callable[[Any], Any] = lambda model: model,
 ) -> ConformanceReport:
     """Run the kit on an engine: a registered name, or a class.
 
@@ -98,6 +102,9 @@ def check_engine(
             the checks that make a round fail, so keep `stall_timeout_s` at a few seconds.
         workers: how many receivers.
         only: run only the checks whose name contains this.
+        place: moves a model to where the engine is meant to find it (a GPU), in place; called on each
+            model that is sent. Receivers are deep copies of it, unless moved on:
+        place_receivers: the same for each receiver.
 
     Returns:
         the report, all passed.
@@ -112,7 +119,7 @@ def check_engine(
     try:
         engine_cls = WeightTransferEngineFactory.get_engine_class(name)
         engine_cls.check_available()
-        kit = _Kit(name, engine_cls, config, workers)
+        kit = _Kit(name, engine_cls, config, workers, place, place_receivers)
         report = ConformanceReport(name)
         for check in _CHECKS:
             title = check.__name__.removeprefix("_check_")
@@ -286,7 +293,7 @@ def _check_shutdown_is_idempotent(kit: _Kit) -> None:
 
 
 def _check_every_tensor_at_every_bucket_size(kit: _Kit) -> None:
-    model = _Zoo()
+    model = kit.place(_Zoo())
     before = _state(model)
     for bucket_size_bytes in (1, 100, 4096, 1 << 20):
         receivers = kit.receivers(model)
@@ -302,6 +309,7 @@ def _check_tensor_of_eight_buckets(kit: _Kit) -> None:
     model.register_buffer("small", _random(torch.bfloat16, (11,), 1))
     model.register_buffer("huge", _random(torch.bfloat16, (8 * 256 * 1024 // 2,), 2))
     model.register_buffer("last", _random(torch.int16, (3,), 3))
+    model = kit.place(model)
     receivers = kit.receivers(model)
     with kit.controller(receivers, bucket_size_bytes=256 * 1024) as controller:
         controller.sync_weights(model)
@@ -309,7 +317,7 @@ def _check_tensor_of_eight_buckets(kit: _Kit) -> None:
 
 
 def _check_many_rounds(kit: _Kit) -> None:
-    model = _Plain()
+    model: _Plain = kit.place(_Plain())
     receivers = kit.receivers(model)
     with kit.controller(receivers) as controller:
         for version in range(1, 6):
@@ -328,7 +336,7 @@ def _check_many_rounds(kit: _Kit) -> None:
 
 def _check_tensors_belong_to_the_loader(kit: _Kit) -> None:
     """A loader may keep what it is given, and change it."""
-    model = _Plain()
+    model: _Plain = kit.place(_Plain())
     kept: list[dict[str, torch.Tensor]] = [{} for _ in range(kit.workers)]
     calls: list[int] = []
 
@@ -374,8 +382,10 @@ class _Lazy(WeightSource):
         return [m for m in ModuleSource(self._model).metadata() if m.num_bytes]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        scratch = torch.empty(max(m.num_bytes for m in self.metadata()), dtype=torch.uint8)
         tensors = named_tensors(self._model)
+        device = next(iter(tensors.values())).device
+        longest = max(m.num_bytes for m in self.metadata())
+        scratch = torch.empty(longest, dtype=torch.uint8, device=device)
         for meta in self.metadata():
             view = scratch[: meta.num_bytes].view(meta.dtype).view(meta.shape)
             with torch.no_grad():
@@ -385,7 +395,7 @@ class _Lazy(WeightSource):
 
 
 def _check_source_that_reuses_its_memory(kit: _Kit) -> None:
-    model = _Plain()
+    model: _Plain = kit.place(_Plain())
     receivers = kit.receivers(model)
     with kit.controller(receivers, bucket_size_bytes=1500) as controller:
         for _ in range(2):
@@ -397,7 +407,7 @@ def _check_source_that_reuses_its_memory(kit: _Kit) -> None:
 
 def _check_failing_loader_and_repair(kit: _Kit) -> None:
     """One worker's loader raises: the others get the version; the next sync repairs it."""
-    model = _Plain()
+    model: _Plain = kit.place(_Plain())
     receivers = kit.receivers(model)
     broken = [True]
 
@@ -441,7 +451,7 @@ class _Raises(_Lazy):
 
 def _check_abort_in_the_middle(kit: _Kit) -> None:
     """The source fails half-way: everybody is free within the stall timeout, the next sync is clean."""
-    model = _Plain()
+    model: _Plain = kit.place(_Plain())
     receivers = kit.receivers(model)
     with kit.controller(receivers, bucket_size_bytes=1100) as controller:
         controller.sync_weights(model)
@@ -464,7 +474,7 @@ def _check_abort_in_the_middle(kit: _Kit) -> None:
 
 
 def _check_partial_and_empty(kit: _Kit) -> None:
-    model = _Plain()
+    model: _Plain = kit.place(_Plain())
     receivers = kit.receivers(model)
     with kit.controller(receivers) as controller:
         controller.sync_weights(model)
@@ -479,7 +489,7 @@ def _check_partial_and_empty(kit: _Kit) -> None:
 
 def _check_nothing_is_left(kit: _Kit) -> None:
     """No thread of ours and no descriptor outlives shutdown."""
-    model = _Plain()
+    model: _Plain = kit.place(_Plain())
 
     def once() -> None:
         controller = kit.controller(kit.receivers(model))

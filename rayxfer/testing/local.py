@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rayxfer.client import InProcessClient
+from rayxfer.client import InProcessClient, WorkerClient
 from rayxfer.config import WeightTransferConfig
 from rayxfer.coordinator import Coordinator
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
@@ -23,13 +23,13 @@ _count = itertools.count()
 
 
 class LocalController:
-    """Like `Controller`, with models of this process as its workers.
+    """Like `Controller`, with models of this process (or of others, see `ProcessWorker`) as its workers.
 
     What differs from the real thing is only how messages travel, so it shows what an engine, a source
     or a loader does; not what a network, a crash or another process does.
 
     Args:
-        workers: one model, or one `Binding`, per worker.
+        workers: one model, one `Binding`, or one client (a `ProcessWorker`) per worker.
         config: settings.
 
     Raises:
@@ -38,7 +38,7 @@ class LocalController:
 
     def __init__(
         self,
-        workers: Sequence[torch.nn.Module | Binding],
+        workers: Sequence[torch.nn.Module | Binding | WorkerClient],
         config: WeightTransferConfig | None = None,
     ) -> None:
         config = config if config is not None else WeightTransferConfig()
@@ -47,11 +47,15 @@ class LocalController:
             for name in config.backends
             if name != "auto"
         }
-        self.sessions = [
-            WorkerSession(one if isinstance(one, Binding) else Binding(one)) for one in workers
-        ]
-        clients = [InProcessClient(session) for session in self.sessions]
-        self._coordinator = Coordinator(f"local-{next(_count)}", list(clients), config)
+        self.sessions: list[WorkerSession] = []
+        clients: list[WorkerClient] = []
+        for one in workers:
+            if isinstance(one, WorkerClient):
+                clients.append(one)
+                continue
+            self.sessions.append(WorkerSession(one if isinstance(one, Binding) else Binding(one)))
+            clients.append(InProcessClient(self.sessions[-1]))
+        self._coordinator = Coordinator(f"local-{next(_count)}", clients, config)
         self._coordinator.open()
         self._sender = Sender(self._coordinator, entries)
 

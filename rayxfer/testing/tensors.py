@@ -6,7 +6,7 @@ and fp8 have no common arithmetic. Bytes have none of these problems.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,39 @@ def assert_same_bytes(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
     for name in b:
         if name not in a:
             raise AssertionError(f"{name!r} is only in the second mapping")
+
+
+def relocate(module: nn.Module, move: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Put every storage of a module where `move` puts its bytes (flat uint8 to flat uint8).
+
+    Parameters stay the same objects. Shapes, strides, offsets, lazy bits, ties and views of one
+    storage stay as they are.
+    """
+    moved: dict[int, Tensor] = {}
+
+    def there(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in moved:
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            moved[storage.data_ptr()] = move(flat.set_(storage))
+        flat = moved[storage.data_ptr()]
+        out = torch.empty(0, dtype=tensor.dtype, device=flat.device)
+        out.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        out = out.conj() if tensor.is_conj() else out
+        return torch._neg_view(out) if tensor.is_neg() else out
+
+    seen: dict[int, Tensor] = {}
+    for owner in module.modules():
+        for parameter in owner._parameters.values():
+            if parameter is not None and id(parameter) not in seen:
+                seen[id(parameter)] = parameter
+                parameter.data = there(parameter.detach())
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                if id(buffer) not in seen:
+                    seen[id(buffer)] = there(buffer)
+                owner._buffers[name] = seen[id(buffer)]
+    return module
 
 
 def _memory(tensor: Tensor) -> Tensor:
