@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rayxfer import TransferError, WeightTransferConfig, WeightTransferEngineFactory
-from rayxfer.engines.gloo import GlooEngine, GlooGroup, GlooInitInfo
+from rayxfer.engines.broadcast import BroadcastInitInfo
+from rayxfer.engines.gloo import GlooEngine, GlooGroup
 from rayxfer.session import Binding, WorkerSession
 from rayxfer.testing import LocalController
 
@@ -60,7 +61,7 @@ class _Stuck(GlooEngine):
     made: list[_Stuck] = []  # noqa: RUF012 - of the class on purpose
     opened: list[_Stuck] = []  # noqa: RUF012
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+    def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
         self.made.append(self)
         if len(self.made) == 1:
             self.entered.set()
@@ -95,6 +96,7 @@ def test_a_worker_stuck_in_a_connect_takes_the_next_one() -> None:
                 "bucket_size_bytes": 1024,
                 "loopback": True,
                 "timeout_s": 30.0,
+                "device": "",
             },
             "parallel_config": {"rank": 0, "world_size": 1},
             "wait_s": wait_s,
