@@ -210,16 +210,19 @@ class RingWriter:
                 memory.wake(_tail(reader))
 
     def close(self) -> None:
-        """Give up the descriptor and the mapping; the memory goes with its last user. Safe to call twice.
+        """Give up the descriptor; the memory goes with its last user. Safe to call twice."""
+        self.abort()
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def release(self) -> None:
+        """After `close`: drop the mapping too. Nothing else may be asked of it then.
 
         Not left to the garbage collector: the error of a failed connect, which a report may keep for long,
         reaches this object through its traceback.
         """
-        self.abort()
         self._mapped = None
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
 
 
 class RingReader:

@@ -185,4 +185,5 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     @classmethod
     def trainer_close(cls, channel: _Channel) -> None:
         channel.ring.close()
+        channel.ring.release()
         channel.layouts.clear()
