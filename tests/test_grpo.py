@@ -329,11 +329,11 @@ def test_a_sync_that_moves_nothing_is_noticed(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("engine", "staleness"), [("hf", 0), ("hf", 1), ("vllm", 0)])
+@pytest.mark.parametrize(("engine", "staleness"), [("hf", 1), ("vllm", 0)])
 def test_the_reward_is_learned(engine: str, staleness: int, tmp_path: Path) -> None:
     """Default arguments, as a user starts it."""
-    if engine == "vllm" and not (find_spec("vllm") and find_spec("actors.vllm")):
-        pytest.skip("needs vLLM and actors/vllm.py")
+    if engine == "vllm" and not find_spec("vllm"):
+        pytest.skip("vLLM is not installed")
     argv = ["--engine", engine]
     argv += ["--max-staleness-steps", str(staleness), "--plot", str(tmp_path / "curve.png")]
     done = subprocess.run(
