@@ -65,8 +65,10 @@ class Stage:
         """Move a model to where the trainer's weights are."""
         return placed(model, self.on)
 
-    def worker(self, build: Callable[..., Any], *arguments: Any) -> ProcessWorker:
-        made = ProcessWorker(build, *arguments, self.on)
+    def worker(
+        self, build: Callable[..., Any], *arguments: Any, on: str | None = None
+    ) -> ProcessWorker:
+        made = ProcessWorker(build, *arguments, on or self.on)
         self._workers.append(made)
         return made
 

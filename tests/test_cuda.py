@@ -40,6 +40,7 @@ PARTS = [
     gpu_parts.whole_zoo,
     gpu_parts.endurance,
     gpu_parts.killed,
+    gpu_parts.killed_nccl,
 ]
 
 

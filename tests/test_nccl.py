@@ -185,6 +185,8 @@ def plan(sender: str, *workers: str, num_ranks: int = 1) -> SessionPlan:
 def test_one_gpu_twice_is_named() -> None:
     with pytest.raises(ConfigError, match="receiver 1 and the sender are on one GPU"):
         DoubleNCCLEngine.trainer_open(plan("cuda:a", "cuda:b", "cuda:a"))
+    with pytest.raises(ConfigError, match="receiver 0 and the sender are on one GPU"):
+        DoubleNCCLEngine.trainer_open(plan("cpu", "cuda:double-0"))  # it would pack there
     with pytest.raises(ConfigError, match="receiver 1 and receiver 0 are on one GPU"):
         DoubleNCCLEngine.trainer_open(plan("cuda:a", "cuda:b", "cuda:GPU-B"))
 

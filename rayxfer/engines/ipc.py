@@ -134,19 +134,18 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
         self._layouts = Layouts(init_info.bucket_size_bytes)
         try:
             self._events = [self._device.open_ready(bytes.fromhex(one)) for one in init_info.events]
-        except TransferError as error:  # said now, so that "auto" can take another way
+            self._ring = RingReader(
+                reader=self.parallel_config.rank,
+                pid=init_info.pid,
+                fd=init_info.fd,
+                inode=init_info.inode,
+                file_bytes=init_info.file_bytes,
+                nonce=init_info.nonce,
+            )
+        except (TransferError, BackendUnavailable) as error:  # now, so that "auto" goes another way
             raise BackendUnavailable(
-                f"backend 'ipc': CUDA IPC does not work between these processes: {error.message}",
-                cause=error,
+                f"backend 'ipc' does not work between these processes: {error.message}", cause=error
             ) from error
-        self._ring = RingReader(
-            reader=self.parallel_config.rank,
-            pid=init_info.pid,
-            fd=init_info.fd,
-            inode=init_info.inode,
-            file_bytes=init_info.file_bytes,
-            nonce=init_info.nonce,
-        )
 
     def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive one round; returns when every copy on the device is done.

@@ -143,15 +143,15 @@ class NCCLEngine(BroadcastEngine):
 
     @classmethod
     def _devices(cls, plan: SessionPlan) -> tuple[str, list[str]]:
-        # of a worker with several ranks only the first one's GPU is known: each takes its own
-        return uuid_of(plan.sender.device), [
-            uuid_of(worker.device) if worker.num_ranks == 1 else "" for worker in plan.workers
-        ]
+        # a sender whose weights are on the CPU packs on the GPU that is current where it opens; of a
+        # worker with several ranks only the first one's GPU is known: each takes its own
+        sender = uuid_of(plan.sender.device) or cls._device("").uuid
+        return sender, [uuid_of(w.device) if w.num_ranks == 1 else "" for w in plan.workers]
 
     @classmethod
     def _check_plan(cls, plan: SessionPlan) -> None:
         sender, workers = cls._devices(plan)
-        taken = {sender: "the sender"} if sender else {}
+        taken = {sender: "the sender"}
         for rank, uuid in enumerate(workers):
             if uuid and uuid in taken:
                 raise ConfigError(
