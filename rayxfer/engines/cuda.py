@@ -235,12 +235,15 @@ class CudaDevice(Device):
         if tensor.device != self.torch_device or not tensor.numel():
             return None
         address = tensor.data_ptr()
-        if not self._driver.exportable(address):
+        try:
+            if not self._driver.exportable(address):
+                return None
+            base, num_bytes = self._driver.range_of(address)
+            if address + tensor.numel() * tensor.element_size() > base + num_bytes:
+                return None
+            return Block(base, num_bytes, self._driver.identity(base))
+        except TransferError:  # none of the driver's own allocations: it has to be staged
             return None
-        base, num_bytes = self._driver.range_of(address)
-        if address + tensor.numel() * tensor.element_size() > base + num_bytes:
-            return None
-        return Block(base, num_bytes, self._driver.identity(base))
 
     def lives(self, block: Block) -> bool:
         try:
