@@ -86,11 +86,12 @@ class Stage:
 
 
 def _double(name: str) -> str:
-    from rayxfer.testing import doubles
+    from rayxfer.testing.double_nccl import DoubleNCCLEngine
+    from rayxfer.testing.doubles import DoubleIPCEngine
 
     registered = f"{name}-double"
     if registered not in WeightTransferEngineFactory.registered():
-        cls = doubles.DoubleIPCEngine if name == "ipc" else doubles.DoubleNCCLEngine
+        cls = DoubleIPCEngine if name == "ipc" else DoubleNCCLEngine
         WeightTransferEngineFactory.register_engine(registered, cls)
     return registered
 

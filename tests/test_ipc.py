@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -36,7 +37,7 @@ from rayxfer.engines.handles import (
     Frame,
     Imports,
 )
-from rayxfer.metadata import ParamMeta
+from rayxfer.metadata import ParamMeta, metadata_to_wire
 from rayxfer.source import WeightSource
 from rayxfer.testing import LocalController, ProcessWorker, assert_same_bytes, check_engine, doubles
 from rayxfer.testing.doubles import DoubleDevice, DoubleIPCEngine
@@ -581,6 +582,48 @@ def test_a_worker_killed_in_the_middle_frees_the_others(device: DoubleDevice) ->
         opens, closes, left = a.run(_counts)
         assert opens == closes > 12
         assert left == 0
+
+
+def _trainer_that_dies(connection: Any) -> None:
+    model = doubles.double_device("aaaa-1").place(net())
+    channel, infos = DoubleIPCEngine.trainer_open(plan(on(GPU_A)))
+    source = ModuleSource(model)
+    wire = metadata_to_wire(source.metadata())
+    info = {key: wire[key] for key in ("names", "dtype_names", "shapes")}
+    connection.send((infos[0], info))
+    args = {"channel": channel, "update_info": info, "stable": True}
+    DoubleIPCEngine.trainer_send_weights(iter(source), args)
+    connection.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_trainers_memory_is_let_go_of() -> None:
+    """It would stay taken for as long as a worker has it open, and its successor needs it."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=_trainer_that_dies, args=(there,), daemon=True)
+    process.start()
+    init_info, update_info = here.recv()
+    worker = DoubleIPCEngine(config())
+    worker._looks_every_s = 0.1
+    worker.init_transfer_engine(worker.parse_init_info(init_info))
+    received: list[str] = []
+    worker.receive_weights(
+        worker.parse_update_info(update_info),
+        lambda weights: received.extend(n for n, _ in weights),
+    )
+    assert received == update_info["names"]
+    device = doubles.double_device("aaaa-1")
+    time.sleep(0.3)
+    assert len(device.open_now) == 12  # it lives: kept for the next round
+    here.send("die")
+    until = time.monotonic() + 20
+    while device.open_now and time.monotonic() < until:
+        time.sleep(0.05)
+    assert device.open_now == {}
+    worker.shutdown()
+    assert device.counts.opens == device.counts.closes == 12
+    process.join()
 
 
 def test_an_abort_frees_a_sender_that_waits_for_a_worker() -> None:

@@ -27,8 +27,14 @@ from rayxfer.base import SessionPlan
 from rayxfer.engines.broadcast import Member
 from rayxfer.engines.nccl import NcclGroup
 from rayxfer.engines.rendezvous import Rendezvous, RendezvousStore
-from rayxfer.testing import LocalController, assert_same_bytes, check_engine, doubles
-from rayxfer.testing.doubles import DoubleNccl, DoubleNCCLEngine
+from rayxfer.testing import (
+    LocalController,
+    assert_same_bytes,
+    check_engine,
+    double_nccl,
+    doubles,
+)
+from rayxfer.testing.double_nccl import DoubleNccl, DoubleNCCLEngine
 from rayxfer.topology import Facts, local_facts
 from tests.helpers import poison
 
@@ -38,7 +44,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[DoubleNccl]:
     """A fresh double; at the end every communicator that was joined must have been released."""
     monkeypatch.setattr(doubles, "_devices", {})
     made = DoubleNccl()
-    monkeypatch.setattr(doubles, "double_nccl", made)
+    monkeypatch.setattr(double_nccl, "double_nccl", made)
     WeightTransferEngineFactory.register_engine("nccl-double", DoubleNCCLEngine)
     try:
         yield made
