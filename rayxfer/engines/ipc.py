@@ -190,7 +190,8 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
         if layout is not self._layout:
             self._imports.forget_views()
             self._layout = layout
-        reader = Reader(self._device, self._imports, self._events, layout, load_weights)
+        size = self._info.bucket_size_bytes
+        reader = Reader(self._device, self._imports, self._events, layout, load_weights, size)
         with self._using, self._device.use():
             try:
                 self._receive(ring, reader)

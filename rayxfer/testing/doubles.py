@@ -15,7 +15,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -179,10 +179,10 @@ class DoubleDevice(Device):
                     return block
         return None
 
-    def lives(self, block: Block) -> bool:
+    def alive(self, blocks: Sequence[Block]) -> list[bool]:
         with self._lock:
-            memory = self._memories.get(block.base)
-        return memory is not None and memory.block == block
+            found = [self._memories.get(block.base) for block in blocks]
+        return [m is not None and m.block == b for m, b in zip(found, blocks, strict=True)]
 
     def export(self, block: Block) -> bytes:
         with self._lock:
