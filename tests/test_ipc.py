@@ -278,6 +278,72 @@ def test_source_tensors_are_held_until_every_worker_has_acknowledged(
     same(model, [receiver])
 
 
+def frames_of(monkeypatch: pytest.MonkeyPatch) -> list[Frame]:
+    """Every frame that is published from now on."""
+    from rayxfer.engines import ipc_round
+
+    seen: list[Frame] = []
+    original = ipc_round.Writer._publish
+
+    def publish(self: Any, frame: Frame, slot: torch.Tensor, hold: Any) -> None:
+        seen.append(frame)
+        original(self, frame, slot, hold)
+
+    monkeypatch.setattr(ipc_round.Writer, "_publish", publish)
+    return seen
+
+
+class Temporaries:
+    """An iterator as `Feed` is one: everything in it was made for this pass."""
+
+    def __init__(self, items: list[tuple[str, torch.Tensor]]) -> None:
+        self._items = iter(items)
+        self.temporary_bytes = 0
+
+    def __iter__(self) -> Temporaries:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        name, tensor = next(self._items)
+        self.temporary_bytes += tensor.nbytes
+        return name, tensor
+
+
+@pytest.mark.parametrize(("temporary", "frames"), [(False, 1), (True, 6)])
+def test_a_direct_frame_gathers_buckets_but_only_one_of_temporaries(
+    monkeypatch: pytest.MonkeyPatch, device: DoubleDevice, temporary: bool, frames: int
+) -> None:
+    """Held tensors cost nothing if they are the trainer's own, and memory if they are not."""
+    seen = frames_of(monkeypatch)
+    model = device.place(net())
+    source = ModuleSource(model)
+    wire = metadata_to_wire(source.metadata())
+    info = {key: wire[key] for key in ("names", "dtype_names", "shapes")}
+    spec = dataclasses.replace(plan(on("cpu")), bucket_size_bytes=2400)
+    channel, infos = DoubleIPCEngine.trainer_open(spec)
+    worker = DoubleIPCEngine(config())
+    worker.init_transfer_engine(worker.parse_init_info(infos[0]))
+    calls: list[int] = []
+    thread = threading.Thread(
+        target=lambda: worker.receive_weights(
+            worker.parse_update_info(info),
+            lambda pairs: calls.append(sum(t.nbytes for _, t in pairs)),
+        )
+    )
+    thread.start()
+    items = list(source)
+    DoubleIPCEngine.trainer_send_weights(
+        Temporaries(items) if temporary else iter(items),  # type: ignore[arg-type]
+        {"channel": channel, "update_info": info, "stable": True},
+    )
+    thread.join(10)
+    worker.shutdown()
+    DoubleIPCEngine.trainer_close(channel)
+    assert len(seen) == frames
+    assert sum(calls) == sum(t.nbytes for _, t in items)
+    assert max(calls) <= 2400  # a loader that keeps what it is given gets a bucket at a time
+
+
 def test_ready_is_recorded_before_and_waited_for_after_each_frame(device: DoubleDevice) -> None:
     model, receiver = device.place(net()), poisoned_net()
     with LocalController([receiver], config(bucket_size_bytes=5000)) as controller:
