@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu_stage import (
     Failed,
+    NotRun,
     Stage,
     Weights,
     build_slow,
@@ -88,13 +89,13 @@ def kit_nccl(stage: Stage) -> str:
     if torch.cuda.device_count() > 1:
         note = _kit(stage, "nccl", workers=1, place_receivers=lambda model: placed(model, "cuda:1"))
         return note.replace("two workers", "one worker on a second GPU")
-    return "one GPU: not run; see nccl communicator"
+    raise NotRun("needs two GPUs, since NCCL takes each once; see nccl communicator")
 
 
 def nccl_alone(stage: Stage) -> str:
     """A communicator: made, used with itself, aborted; and one whose peer never comes."""
     if stage.on == "double":
-        return "doubles: not run"
+        raise NotRun("needs a GPU")
     from rayxfer.engines.nccl_library import nccl_library
 
     library, device = nccl_library(), stage.device
@@ -203,7 +204,7 @@ def killed_nccl(stage: Stage) -> str:
     """NCCL's peer killed in the middle of a broadcast: the sender is free in seconds, and a
     communicator with the worker's successor works."""
     if stage.on == "double" or torch.cuda.device_count() < 2:
-        return "needs two GPUs: not run"
+        raise NotRun("needs two GPUs")
     shapes = layer_shapes(min(stage.size_bytes, 512 * _MIB))
     model = stage.place(Weights(shapes, "cuda", seed=1))
     victim = stage.worker(build_slow, shapes, on="cuda:1")
@@ -260,7 +261,7 @@ def killed(stage: Stage) -> str:
 def refusals(stage: Stage) -> str:
     """What cannot work says so, with the reason."""
     if stage.on == "double":
-        return "doubles: not run"
+        raise NotRun("needs a GPU")
     model = torch.nn.Linear(4, 4)
     try:
         with LocalController([model], WeightTransferConfig(backend="ipc")) as controller:

@@ -32,6 +32,10 @@ class Failed(Exception):
     """A check did not find what it expects."""
 
 
+class NotRun(Exception):
+    """A check needs what this machine does not have. Neither passed nor failed."""
+
+
 @dataclass
 class Stage:
     """What the checks need of the machine.

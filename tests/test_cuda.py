@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from benchmarks import gpu_parts
-from benchmarks.gpu_stage import GIB, Stage, build_weights, compare, held, layer_shapes, placed
+from benchmarks.gpu_stage import (
+    GIB,
+    NotRun,
+    Stage,
+    build_weights,
+    compare,
+    held,
+    layer_shapes,
+    placed,
+)
 from rayxfer import WeightTransferConfig
 from rayxfer.gpus import canonical_uuid, gpus, visible_uuids
 from rayxfer.testing import LocalController, check_engine
@@ -46,7 +55,10 @@ PARTS = [
 
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_a_part_of_gpu_check(part: Any, stage: Stage) -> None:
-    assert part(stage)
+    try:
+        assert part(stage)
+    except NotRun as why:
+        pytest.skip(str(why))
 
 
 @pytest.mark.parametrize("form", ["auto", "staged"])
