@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import pathlib
 import platform
 import subprocess
@@ -57,8 +58,6 @@ def environment(on: str) -> dict[str, Any]:
         found["gpus"].append(
             {"name": props.name, "uuid": str(props.uuid), "GiB": props.total_memory / GIB}
         )
-    import os
-
     known = gpus()
     found["driver's GPUs"] = [gpu.uuid for gpu in known]
     found["visible by our rule"] = visible_uuids(os.environ, known)

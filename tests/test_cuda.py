@@ -3,6 +3,7 @@ the speeds are in `benchmarks/gpu_check.py`."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -116,8 +117,6 @@ def test_uuids_agree_with_the_drivers_under_a_mask() -> None:
     code = "import torch; print(torch.cuda.get_device_properties(0).uuid)"
     for mask in (str(last), f"GPU-{next(g.uuid for g in known if g.index == last)}"):
         environ = {"CUDA_VISIBLE_DEVICES": mask, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-        import os
-
         done = subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, **environ},
