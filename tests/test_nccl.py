@@ -87,7 +87,7 @@ def test_each_broadcast_follows_what_the_current_stream_has_queued(library: Doub
     with LocalController([receiver], settings) as controller:
         for _ in range(3):
             controller.sync_weights(net(1))
-    log = library.device.log
+        log = list(library.device.log)
     # two lanes over all rounds; per broadcast one mark to wait for, one wait of the current stream
     assert log.count("lane") == 2
     assert log.count("broadcast") == log.count("follow") == log.count("mark") > 6
