@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.gpu_stage import (
     Failed,
+    NotRun,
     Stage,
     Weights,
     build_slow,
@@ -29,7 +30,7 @@ from benchmarks.gpu_stage import (
 from rayxfer import BackendUnavailable, PartialUpdate, WeightTransferConfig
 from rayxfer.errors import RayxferError, TransferError
 from rayxfer.source import named_tensors
-from rayxfer.testing import LocalController, check_engine
+from rayxfer.testing import LocalController, ProcessWorker, check_engine
 
 _MIB = 1 << 20
 
@@ -88,13 +89,13 @@ def kit_nccl(stage: Stage) -> str:
     if torch.cuda.device_count() > 1:
         note = _kit(stage, "nccl", workers=1, place_receivers=lambda model: placed(model, "cuda:1"))
         return note.replace("two workers", "one worker on a second GPU")
-    return "one GPU: not run; see nccl communicator"
+    raise NotRun("needs two GPUs, since NCCL takes each once; see nccl communicator")
 
 
 def nccl_alone(stage: Stage) -> str:
     """A communicator: made, used with itself, aborted; and one whose peer never comes."""
     if stage.on == "double":
-        return "doubles: not run"
+        raise NotRun("needs a GPU")
     from rayxfer.engines.nccl_library import nccl_library
 
     library, device = nccl_library(), stage.device
@@ -189,6 +190,46 @@ def endurance(stage: Stage) -> str:
     return f"{stage.rounds} rounds: handles open per worker {last[1]['handles open']}, all flat"
 
 
+def _strike(victim: ProcessWorker) -> None:
+    """Kill a worker as soon as it has loaded anything."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        if victim.call("snapshot", {}).result(timeout=30)["num_bytes"] > 0:
+            os.kill(victim.pid, signal.SIGKILL)
+            return
+        time.sleep(0.01)
+
+
+def killed_nccl(stage: Stage) -> str:
+    """NCCL's peer killed in the middle of a broadcast: the sender is free in seconds, and a
+    communicator with the worker's successor works."""
+    if stage.on == "double" or torch.cuda.device_count() < 2:
+        raise NotRun("needs two GPUs")
+    shapes = layer_shapes(min(stage.size_bytes, 512 * _MIB))
+    model = stage.place(Weights(shapes, "cuda", seed=1))
+    victim = stage.worker(build_slow, shapes, on="cuda:1")
+    config = WeightTransferConfig(
+        backend="nccl", bucket_size_bytes=8 * _MIB, stall_timeout_s=5.0, verify="off"
+    )
+    with LocalController([victim], config) as controller:
+        threading.Thread(target=_strike, args=(victim,), daemon=True).start()
+        start = time.monotonic()
+        try:
+            controller.sync_weights(model)
+        except RayxferError as error:
+            said = type(error).__name__
+        else:
+            raise Failed("the worker was not killed in the middle")
+        spent = time.monotonic() - start
+    if spent > 15:
+        raise Failed(f"the sender was held for {spent:.1f} s")
+    successor = stage.worker(build_weights, shapes, on="cuda:1")
+    with LocalController([successor], config) as controller:
+        controller.sync_weights(model)
+        compare(model, successor.run(held))
+    return f"{said} after {spent:.1f} s; the successor has the weights"
+
+
 def killed(stage: Stage) -> str:
     """A worker killed in the middle: the other commits in the same call, and the next call is clean."""
     shapes = layer_shapes(min(stage.size_bytes, 64 * _MIB))
@@ -198,16 +239,8 @@ def killed(stage: Stage) -> str:
         backend=stage.ipc, bucket_size_bytes=1 * _MIB, stall_timeout_s=5.0, verify="off"
     )
 
-    def strike() -> None:
-        until = time.monotonic() + 30
-        while time.monotonic() < until:
-            if victim.call("snapshot", {}).result(timeout=30)["num_bytes"] > 0:
-                os.kill(victim.pid, signal.SIGKILL)
-                return
-            time.sleep(0.01)
-
     with LocalController([good, victim], config) as controller:
-        threading.Thread(target=strike, daemon=True).start()
+        threading.Thread(target=_strike, args=(victim,), daemon=True).start()
         start = time.monotonic()
         try:
             controller.sync_weights(model)
@@ -228,7 +261,7 @@ def killed(stage: Stage) -> str:
 def refusals(stage: Stage) -> str:
     """What cannot work says so, with the reason."""
     if stage.on == "double":
-        return "doubles: not run"
+        raise NotRun("needs a GPU")
     model = torch.nn.Linear(4, 4)
     try:
         with LocalController([model], WeightTransferConfig(backend="ipc")) as controller:
@@ -251,4 +284,5 @@ CHECKS = (
     ("zoo, other processes", whole_zoo),
     ("endurance", endurance),
     ("killed in the middle", killed),
+    ("killed, nccl", killed_nccl),
 )

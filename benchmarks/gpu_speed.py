@@ -52,7 +52,10 @@ def _median(function: Callable[[], Any], stage: Stage) -> float:
 def _baselines(stage: Stage, model: torch.nn.Module) -> dict[str, float]:
     """Seconds of one flat copy, and of the same tensors in one batched call, within this process."""
     sources = [parameter.detach() for parameter in model.parameters()]
-    return {"copy, flat": _flat(stage, sources), "copy, batched": _batched(stage, sources)}
+    base = {"copy, flat": _flat(stage, sources), "copy, batched": _batched(stage, sources)}
+    if stage.on == "cuda":
+        torch.cuda.empty_cache()  # the worker needs the room
+    return base
 
 
 def _flat(stage: Stage, sources: list[torch.Tensor]) -> float:

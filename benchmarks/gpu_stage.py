@@ -32,6 +32,10 @@ class Failed(Exception):
     """A check did not find what it expects."""
 
 
+class NotRun(Exception):
+    """A check needs what this machine does not have. Neither passed nor failed."""
+
+
 @dataclass
 class Stage:
     """What the checks need of the machine.
@@ -65,8 +69,10 @@ class Stage:
         """Move a model to where the trainer's weights are."""
         return placed(model, self.on)
 
-    def worker(self, build: Callable[..., Any], *arguments: Any) -> ProcessWorker:
-        made = ProcessWorker(build, *arguments, self.on)
+    def worker(
+        self, build: Callable[..., Any], *arguments: Any, on: str | None = None
+    ) -> ProcessWorker:
+        made = ProcessWorker(build, *arguments, on or self.on)
         self._workers.append(made)
         return made
 
@@ -84,11 +90,12 @@ class Stage:
 
 
 def _double(name: str) -> str:
-    from rayxfer.testing import doubles
+    from rayxfer.testing.double_nccl import DoubleNCCLEngine
+    from rayxfer.testing.doubles import DoubleIPCEngine
 
     registered = f"{name}-double"
     if registered not in WeightTransferEngineFactory.registered():
-        cls = doubles.DoubleIPCEngine if name == "ipc" else doubles.DoubleNCCLEngine
+        cls = DoubleIPCEngine if name == "ipc" else DoubleNCCLEngine
         WeightTransferEngineFactory.register_engine(registered, cls)
     return registered
 

@@ -34,6 +34,8 @@ class Feed:
         last_name: the last name handed out.
         handed: how many tensors were handed out.
         digests: of the tensors handed out so far, the last one excepted until the end is reached.
+        temporary_bytes: of what was handed out, and was made for this pass alone: whoever holds on to
+            many tensors holds on to that as well.
     """
 
     def __init__(self, *, digesting: bool = False) -> None:
@@ -41,7 +43,7 @@ class Feed:
         self._current: torch.Tensor | None = None
         self._hasher: Hasher | None = None
         self._changed = threading.Condition()
-        self._batches: deque[Batch] = deque()
+        self._batches: deque[tuple[Batch, int]] = deque()
         self._local: Iterator[tuple[str, torch.Tensor]] = iter(())
         self._closed = False
         self._finished = False
@@ -49,14 +51,15 @@ class Feed:
         self.starved = False
         self.last_name: str | None = None
         self.handed = 0
+        self.temporary_bytes = 0
 
-    def put(self, batch: Batch) -> None:
+    def put(self, batch: Batch, temporary_bytes: int = 0) -> None:
         """Hand over a batch once there is room. Raises the error of `abort`."""
         with self._changed:
             self._wait(lambda: not self._batches)
             if self._finished:
                 return
-            self._batches.append(batch)
+            self._batches.append((batch, temporary_bytes))
             self._changed.notify_all()
 
     def wait_consumed(self) -> None:
@@ -135,7 +138,8 @@ class Feed:
                     raise self._error
                 if self._batches:
                     self.starved = False
-                    batch = self._batches.popleft()
+                    batch, temporary_bytes = self._batches.popleft()
+                    self.temporary_bytes += temporary_bytes
                     self._changed.notify_all()
                     return batch
                 if self._closed:

@@ -22,9 +22,6 @@ __all__ = [
     "visible_uuids",
 ]
 
-NOSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Set: Ray leaves CUDA_VISIBLE_DEVICES alone, and every worker sees every GPU."""
-
 
 @dataclass(frozen=True)
 class Gpu:

@@ -240,7 +240,7 @@ class Stream:
                 or len(batch) >= _BATCH_TENSORS
             ):
                 del value, tensor
-                self._hand(batch, until_consumed=one_by_one)
+                self._hand(batch, temporary_bytes, until_consumed=one_by_one)
                 batch, batch_bytes, temporary_bytes = [], 0, 0
         count = index + 1 if metadata and self._at_name is not None else 0
         if count < len(metadata):
@@ -250,7 +250,7 @@ class Stream:
                 name=metadata[count].name,
             )
         if batch:
-            self._hand(batch, until_consumed=False)
+            self._hand(batch, temporary_bytes, until_consumed=False)
         for feed in self._feeds:
             feed.close()
 
@@ -314,9 +314,11 @@ class Stream:
             )
         return value
 
-    def _hand(self, batch: list[tuple[str, torch.Tensor]], *, until_consumed: bool) -> None:
+    def _hand(
+        self, batch: list[tuple[str, torch.Tensor]], temporary_bytes: int, *, until_consumed: bool
+    ) -> None:
         for feed in self._feeds:
-            feed.put(batch)
+            feed.put(batch, temporary_bytes)
         if until_consumed:
             for feed in self._feeds:
                 feed.wait_consumed()

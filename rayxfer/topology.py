@@ -146,7 +146,7 @@ def local_facts(device: torch.device | None = None, *, num_ranks: int = 1) -> Fa
         num_ranks=num_ranks,
         torch_version=str(torch.__version__).split("+")[0],
         pid_namespace=_read_link("/proc/self/ns/pid"),
-        started=_start_time(os.getpid()),
+        started=start_time(os.getpid()),
         nccl_settings=tuple((k, os.environ[k]) for k in NCCL_SETTINGS if k in os.environ),
         free_bytes=0 if device is None else free_memory(device),
     )
@@ -175,7 +175,7 @@ def process_gone(process: Facts | None) -> bool:
     if not namespace or process.pid_namespace != namespace or process.uid != os.getuid():
         return False  # not to be seen from here, or maybe hidden: /proc can hide other users'
     try:
-        return _start_time(process.pid) != process.started
+        return start_time(process.pid) != process.started
     except OSError:  # out of descriptors, say: that is about us, not about it
         return False
 
@@ -187,7 +187,7 @@ def _read_link(path: str) -> str:
         return ""
 
 
-def _start_time(pid: int) -> str:
+def start_time(pid: int) -> str:
     """The kernel's start time of a process; "" if there is none, or it is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:

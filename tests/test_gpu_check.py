@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_check, gpu_parts
-from benchmarks.gpu_stage import Failed, Stage, layer_shapes
+from benchmarks.gpu_stage import Failed, NotRun, Stage, layer_shapes
 
 WITHOUT_RAY = """
     import importlib.abc, sys
@@ -49,7 +49,7 @@ def test_in_one_process_without_ray(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("part", ["zoo", "endurance", "killed", "device", "nccl"])
+@pytest.mark.parametrize("part", ["zoo", "endurance", "killed in", "device", "kit: nccl"])
 def test_parts_with_processes_of_their_own(part: str, tmp_path: Path) -> None:
     assert gpu_check.main(["--doubles", "--only", part, "--json", str(tmp_path / "o.json")]) == 0
 
@@ -81,9 +81,19 @@ def test_a_failed_check_is_told_and_the_rest_is_run(
     def passes(stage: Stage) -> str:
         return "fine"
 
+    def needs_more(stage: Stage) -> str:
+        raise NotRun("needs two GPUs")
+
     monkeypatch.setattr(gpu_check, "_LONGEST_S", 0.5)
     monkeypatch.setattr(
-        gpu_parts, "CHECKS", (("a check", fails), ("b check", hangs), ("c check", passes))
+        gpu_parts,
+        "CHECKS",
+        (
+            ("a check", fails),
+            ("b check", hangs),
+            ("c check", passes),
+            ("d check", needs_more),
+        ),
     )
     out = tmp_path / "out.json"
     assert gpu_check.main(["--doubles", "--only", "check", "--json", str(out)]) == 1
@@ -94,7 +104,7 @@ def test_a_failed_check_is_told_and_the_rest_is_run(
     assert "other bytes" in notes[0]
     assert "hangs" in notes[1]
     assert notes[2] == "fine"
-    assert "1 passed, 2 failed" in capsys.readouterr().out
+    assert "1 passed, 2 failed, 1 not run" in capsys.readouterr().out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import multiprocessing
 import os
 import signal
 import threading
@@ -36,7 +37,7 @@ from rayxfer.engines.handles import (
     Frame,
     Imports,
 )
-from rayxfer.metadata import ParamMeta
+from rayxfer.metadata import ParamMeta, metadata_to_wire
 from rayxfer.source import WeightSource
 from rayxfer.testing import LocalController, ProcessWorker, assert_same_bytes, check_engine, doubles
 from rayxfer.testing.doubles import DoubleDevice, DoubleIPCEngine
@@ -275,6 +276,72 @@ def test_source_tensors_are_held_until_every_worker_has_acknowledged(
         assert min(held) >= 1
         assert channels[0].held == [None, None]
     same(model, [receiver])
+
+
+def frames_of(monkeypatch: pytest.MonkeyPatch) -> list[Frame]:
+    """Every frame that is published from now on."""
+    from rayxfer.engines import ipc_round
+
+    seen: list[Frame] = []
+    original = ipc_round.Writer._publish
+
+    def publish(self: Any, frame: Frame, slot: torch.Tensor, hold: Any) -> None:
+        seen.append(frame)
+        original(self, frame, slot, hold)
+
+    monkeypatch.setattr(ipc_round.Writer, "_publish", publish)
+    return seen
+
+
+class Temporaries:
+    """An iterator as `Feed` is one: everything in it was made for this pass."""
+
+    def __init__(self, items: list[tuple[str, torch.Tensor]]) -> None:
+        self._items = iter(items)
+        self.temporary_bytes = 0
+
+    def __iter__(self) -> Temporaries:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        name, tensor = next(self._items)
+        self.temporary_bytes += tensor.nbytes
+        return name, tensor
+
+
+@pytest.mark.parametrize(("temporary", "frames"), [(False, 1), (True, 6)])
+def test_a_direct_frame_gathers_buckets_but_only_one_of_temporaries(
+    monkeypatch: pytest.MonkeyPatch, device: DoubleDevice, temporary: bool, frames: int
+) -> None:
+    """Held tensors cost nothing if they are the trainer's own, and memory if they are not."""
+    seen = frames_of(monkeypatch)
+    model = device.place(net())
+    source = ModuleSource(model)
+    wire = metadata_to_wire(source.metadata())
+    info = {key: wire[key] for key in ("names", "dtype_names", "shapes")}
+    spec = dataclasses.replace(plan(on("cpu")), bucket_size_bytes=2400)
+    channel, infos = DoubleIPCEngine.trainer_open(spec)
+    worker = DoubleIPCEngine(config())
+    worker.init_transfer_engine(worker.parse_init_info(infos[0]))
+    calls: list[int] = []
+    thread = threading.Thread(
+        target=lambda: worker.receive_weights(
+            worker.parse_update_info(info),
+            lambda pairs: calls.append(sum(t.nbytes for _, t in pairs)),
+        )
+    )
+    thread.start()
+    items = list(source)
+    DoubleIPCEngine.trainer_send_weights(
+        Temporaries(items) if temporary else iter(items),  # type: ignore[arg-type]
+        {"channel": channel, "update_info": info, "stable": True},
+    )
+    thread.join(10)
+    worker.shutdown()
+    DoubleIPCEngine.trainer_close(channel)
+    assert len(seen) == frames
+    assert sum(calls) == sum(t.nbytes for _, t in items)
+    assert max(calls) <= 2400  # a loader that keeps what it is given gets a bucket at a time
 
 
 def test_ready_is_recorded_before_and_waited_for_after_each_frame(device: DoubleDevice) -> None:
@@ -581,6 +648,48 @@ def test_a_worker_killed_in_the_middle_frees_the_others(device: DoubleDevice) ->
         opens, closes, left = a.run(_counts)
         assert opens == closes > 12
         assert left == 0
+
+
+def _trainer_that_dies(connection: Any) -> None:
+    model = doubles.double_device("aaaa-1").place(net())
+    channel, infos = DoubleIPCEngine.trainer_open(plan(on(GPU_A)))
+    source = ModuleSource(model)
+    wire = metadata_to_wire(source.metadata())
+    info = {key: wire[key] for key in ("names", "dtype_names", "shapes")}
+    connection.send((infos[0], info))
+    args = {"channel": channel, "update_info": info, "stable": True}
+    DoubleIPCEngine.trainer_send_weights(iter(source), args)
+    connection.recv()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_dead_trainers_memory_is_let_go_of() -> None:
+    """It would stay taken for as long as a worker has it open, and its successor needs it."""
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=_trainer_that_dies, args=(there,), daemon=True)
+    process.start()
+    init_info, update_info = here.recv()
+    worker = DoubleIPCEngine(config())
+    worker._looks_every_s = 0.1
+    worker.init_transfer_engine(worker.parse_init_info(init_info))
+    received: list[str] = []
+    worker.receive_weights(
+        worker.parse_update_info(update_info),
+        lambda weights: received.extend(n for n, _ in weights),
+    )
+    assert received == update_info["names"]
+    device = doubles.double_device("aaaa-1")
+    time.sleep(0.3)
+    assert len(device.open_now) == 12  # it lives: kept for the next round
+    here.send("die")
+    until = time.monotonic() + 20
+    while device.open_now and time.monotonic() < until:
+        time.sleep(0.05)
+    assert device.open_now == {}
+    worker.shutdown()
+    assert device.counts.opens == device.counts.closes == 12
+    process.join()
 
 
 def test_an_abort_frees_a_sender_that_waits_for_a_worker() -> None:

@@ -27,8 +27,14 @@ from rayxfer.base import SessionPlan
 from rayxfer.engines.broadcast import Member
 from rayxfer.engines.nccl import NcclGroup
 from rayxfer.engines.rendezvous import Rendezvous, RendezvousStore
-from rayxfer.testing import LocalController, assert_same_bytes, check_engine, doubles
-from rayxfer.testing.doubles import DoubleNccl, DoubleNCCLEngine
+from rayxfer.testing import (
+    LocalController,
+    assert_same_bytes,
+    check_engine,
+    double_nccl,
+    doubles,
+)
+from rayxfer.testing.double_nccl import DoubleNccl, DoubleNCCLEngine
 from rayxfer.topology import Facts, local_facts
 from tests.helpers import poison
 
@@ -38,7 +44,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[DoubleNccl]:
     """A fresh double; at the end every communicator that was joined must have been released."""
     monkeypatch.setattr(doubles, "_devices", {})
     made = DoubleNccl()
-    monkeypatch.setattr(doubles, "double_nccl", made)
+    monkeypatch.setattr(double_nccl, "double_nccl", made)
     WeightTransferEngineFactory.register_engine("nccl-double", DoubleNCCLEngine)
     try:
         yield made
@@ -81,7 +87,7 @@ def test_each_broadcast_follows_what_the_current_stream_has_queued(library: Doub
     with LocalController([receiver], settings) as controller:
         for _ in range(3):
             controller.sync_weights(net(1))
-    log = library.device.log
+        log = list(library.device.log)
     # two lanes over all rounds; per broadcast one mark to wait for, one wait of the current stream
     assert log.count("lane") == 2
     assert log.count("broadcast") == log.count("follow") == log.count("mark") > 6
@@ -185,6 +191,8 @@ def plan(sender: str, *workers: str, num_ranks: int = 1) -> SessionPlan:
 def test_one_gpu_twice_is_named() -> None:
     with pytest.raises(ConfigError, match="receiver 1 and the sender are on one GPU"):
         DoubleNCCLEngine.trainer_open(plan("cuda:a", "cuda:b", "cuda:a"))
+    with pytest.raises(ConfigError, match="receiver 0 and the sender are on one GPU"):
+        DoubleNCCLEngine.trainer_open(plan("cpu", "cuda:double-0"))  # it would pack there
     with pytest.raises(ConfigError, match="receiver 1 and receiver 0 are on one GPU"):
         DoubleNCCLEngine.trainer_open(plan("cuda:a", "cuda:b", "cuda:GPU-B"))
 

@@ -21,7 +21,6 @@ from rayxfer.topology import (
     PROTOCOL_VERSION,
     Choice,
     Facts,
-    _start_time,
     check_agreement,
     check_protocol,
     choose_backend,
@@ -31,6 +30,7 @@ from rayxfer.topology import (
     rank_offsets,
     routable_address,
     same_host,
+    start_time,
     transport_rank,
 )
 
@@ -233,7 +233,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def facts_of(pid: int) -> Facts:
-    return dataclasses.replace(local_facts(), pid=pid, started=_start_time(pid))
+    return dataclasses.replace(local_facts(), pid=pid, started=start_time(pid))
 
 
 def test_a_living_process_is_not_gone(process: subprocess.Popen[bytes]) -> None:

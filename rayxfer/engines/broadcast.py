@@ -92,6 +92,7 @@ class _Channel:
     rendezvous: Rendezvous
     plan: SessionPlan
     layouts: Layouts
+    device: str = ""
     group: Group | None = None
     staging: Staging | None = None
     gave_up: threading.Event = field(default_factory=threading.Event)
@@ -239,19 +240,18 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         except ConfigError:
             rendezvous.close()
             raise
-        channel = _Channel(rendezvous, plan, Layouts(plan.bucket_size_bytes))
-        _, devices = cls._devices(plan)
+        device, devices = cls._devices(plan)
+        channel = _Channel(rendezvous, plan, Layouts(plan.bucket_size_bytes), device)
         return channel, [{**info, "device": device} for device in devices]
 
     @classmethod
     def trainer_connect(cls, channel: _Channel, timeout_s: float) -> None:
         plan = channel.plan
         store = RendezvousStore(channel.rendezvous, plan.token, timeout_s)
-        device, _ = cls._devices(plan)
         host = channel.rendezvous.address[0]
         world_size = 1 + len(plan.workers)
         group = cls._make_group(
-            Member(store, 0, world_size, host, device, timeout_s, channel.gave_up)
+            Member(store, 0, world_size, host, channel.device, timeout_s, channel.gave_up)
         )
         channel.staging, channel.group = Staging(group.device), group
         if channel.closed:  # given up meanwhile: nobody else will close it

@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -120,11 +120,19 @@ class _Driver:
         self.call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
         return base.value, size.value
 
-    def identity(self, address: int) -> int:
-        """Unique per allocation over the life of the process."""
-        out = ctypes.c_uint64()
-        self.call("cuPointerGetAttribute", ctypes.byref(out), _BUFFER_ID, address)
-        return out.value
+    def identities(self, addresses: Sequence[int]) -> list[int]:
+        """Per address its allocation, unique over the life of the process; 0 for none."""
+        out, popped = ctypes.c_uint64(), ctypes.c_void_p()
+        found = []
+        query = self._lib.cuPointerGetAttribute
+        self._check(self._lib.cuCtxPushCurrent_v2(self._context), "cuCtxPushCurrent")
+        try:  # one context for all: there are hundreds of them in every round
+            for address in addresses:
+                failed = query(ctypes.byref(out), _BUFFER_ID, address)
+                found.append(0 if failed else out.value)
+        finally:
+            self._lib.cuCtxPopCurrent_v2(ctypes.byref(popped))
+        return found
 
     def exportable(self, address: int) -> bool:
         """Whether CUDA IPC takes it (what the driver maps piece by piece, it does not)."""
@@ -235,21 +243,19 @@ class CudaDevice(Device):
         if tensor.device != self.torch_device or not tensor.numel():
             return None
         address = tensor.data_ptr()
-        if not self._driver.exportable(address):
-            return None
-        base, num_bytes = self._driver.range_of(address)
-        if address + tensor.numel() * tensor.element_size() > base + num_bytes:
-            return None
-        return Block(base, num_bytes, self._driver.identity(base))
-
-    def lives(self, block: Block) -> bool:
         try:
-            return (
-                self._driver.range_of(block.base) == (block.base, block.num_bytes)
-                and self._driver.identity(block.base) == block.identity
-            )
-        except TransferError:  # nothing is allocated there any more
-            return False
+            if not self._driver.exportable(address):
+                return None
+            base, num_bytes = self._driver.range_of(address)
+            if address + tensor.numel() * tensor.element_size() > base + num_bytes:
+                return None
+            return Block(base, num_bytes, self._driver.identities([base])[0])
+        except TransferError:  # none of the driver's own allocations: it has to be staged
+            return None
+
+    def alive(self, blocks: Sequence[Block]) -> list[bool]:
+        identities = self._driver.identities([block.base for block in blocks])
+        return [found == b.identity for found, b in zip(identities, blocks, strict=True)]
 
     def export(self, block: Block) -> bytes:
         handle = _Handle()

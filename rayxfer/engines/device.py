@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -197,8 +198,12 @@ class Device(ABC):
         """The block in which a tensor's bytes lie; None if it is elsewhere or cannot be exported."""
 
     @abstractmethod
+    def alive(self, blocks: Sequence[Block]) -> list[bool]:
+        """Whether each block is still allocated, and the same one."""
+
     def lives(self, block: Block) -> bool:
-        """Whether the block is still allocated, and the same one."""
+        """`alive` of one."""
+        return self.alive([block])[0]
 
     @abstractmethod
     def export(self, block: Block) -> bytes:

@@ -125,7 +125,7 @@ class Exports:
         self._bases: list[int] = []
         self._by_base: dict[int, int] = {}
         self._places: dict[tuple[int, int], tuple[int, int]] = {}
-        self._frames: dict[int, tuple[list[int], list[tuple[int, int]], set[int]]] = {}
+        self._frames: dict[int, tuple[list[int], list[tuple[int, int]], list[int]]] = {}
         self._next = 0
         self._opens: list[Export] = []
         self._closes: list[int] = []
@@ -134,10 +134,12 @@ class Exports:
         """A new round: blocks that were freed since are closed, and exported no more."""
         if not self._keep_open:
             self._opens = [export for _, export in self._blocks.values()]
-        for number in [
-            n for n, (block, _) in self._blocks.items() if not self._device.lives(block)
-        ]:
+        for number in self._dead(list(self._blocks)):
             self._drop(number)
+
+    def _dead(self, numbers: Sequence[int]) -> list[int]:
+        alive = self._device.alive([self._blocks[number][0] for number in numbers])
+        return [number for number, lives in zip(numbers, alive, strict=True) if not lives]
 
     def _drop(self, number: int) -> None:
         block, export = self._blocks.pop(number)
@@ -211,8 +213,8 @@ class Exports:
                 places = [place for place in found if place is not None]
                 if len(places) < len(found):
                     return None
-                used = {place[0] for place in places} - {NOTHING}
-            dead = [n for n in used if not self._device.lives(self._blocks[n][0])]
+                used = list({place[0] for place in places} - {NOTHING})
+            dead = self._dead(used)
             if not dead:
                 if key is not None:
                     self._frames[key] = (addresses, places, used)

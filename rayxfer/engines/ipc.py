@@ -43,12 +43,13 @@ from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.errors import BackendUnavailable, ConfigError, StateError, TransferError
 from rayxfer.gpus import uuid_of
 from rayxfer.packing import Layout
-from rayxfer.topology import Facts, same_host
+from rayxfer.topology import Facts, same_host, start_time
 
 __all__ = ["IPCEngine", "IPCInitInfo"]
 
 logger = logging.getLogger(__name__)
 
+_STUCK_S = 5.0
 _FORMS = ("auto", "direct", "staged")
 
 
@@ -92,11 +93,16 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
     _device: Device
     _imports: Imports
     _events: list[Ready]
+    _sender: tuple[int, str]
+
+    _looks_every_s = 1.0
 
     def __init__(self, config: Any = None, parallel_config: Any = None) -> None:
         super().__init__(config, parallel_config)
         self._aborted = threading.Event()
         self._layout: Layout | None = None
+        self._using = threading.Lock()
+        self._left = threading.Event()
 
     # ---- the device's calls: a double replaces these -------------------------------------------
 
@@ -134,19 +140,40 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
         self._layouts = Layouts(init_info.bucket_size_bytes)
         try:
             self._events = [self._device.open_ready(bytes.fromhex(one)) for one in init_info.events]
-        except TransferError as error:  # said now, so that "auto" can take another way
+            self._ring = RingReader(
+                reader=self.parallel_config.rank,
+                pid=init_info.pid,
+                fd=init_info.fd,
+                inode=init_info.inode,
+                file_bytes=init_info.file_bytes,
+                nonce=init_info.nonce,
+            )
+        except (TransferError, BackendUnavailable) as error:  # now, so that "auto" goes another way
             raise BackendUnavailable(
-                f"backend 'ipc': CUDA IPC does not work between these processes: {error.message}",
-                cause=error,
+                f"backend 'ipc' does not work between these processes: {error.message}", cause=error
             ) from error
-        self._ring = RingReader(
-            reader=self.parallel_config.rank,
-            pid=init_info.pid,
-            fd=init_info.fd,
-            inode=init_info.inode,
-            file_bytes=init_info.file_bytes,
-            nonce=init_info.nonce,
-        )
+        self._sender = (init_info.pid, start_time(init_info.pid))
+        threading.Thread(target=self._watch, name="rayxfer-ipc-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        """A dead trainer's memory stays taken as long as anybody has it open: let go of it then."""
+        while not self._left.wait(self._looks_every_s):
+            if not self._sender_lives():
+                with self._using:
+                    self._close_handles()
+                return
+
+    def _sender_lives(self) -> bool:
+        pid, started = self._sender
+        try:
+            return start_time(pid) == started
+        except OSError:  # out of descriptors, say: that is about us, not about it
+            return True
+
+    def _close_handles(self) -> None:
+        with self._device.use():
+            self._device.settle()  # copies of a round that was broken off
+        self._imports.close_all()
 
     def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive one round; returns when every copy on the device is done.
@@ -163,22 +190,30 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
         if layout is not self._layout:
             self._imports.forget_views()
             self._layout = layout
-        reader = Reader(self._device, self._imports, self._events, layout, load_weights)
+        size = self._info.bucket_size_bytes
+        reader = Reader(self._device, self._imports, self._events, layout, load_weights, size)
+        with self._using, self._device.use():
+            try:
+                self._receive(ring, reader)
+                if not self._info.keep_open:
+                    self._imports.close_all()
+            finally:
+                if self._left.is_set():  # shut down meanwhile, without waiting for a stuck loader
+                    self._close_handles()
+
+    def _receive(self, ring: RingReader, reader: Reader) -> None:
         running: deque[Mark] = deque()
-        with self._device.use():
-            self._device.settle()  # whatever stream of this process still reads the old weights
-            while running or not reader.complete:
-                more = not reader.complete and len(running) < SLOTS
-                if more and (not running or ring.published(len(running))):
-                    slot = ring.slot(len(running))
-                    reader.take(Frame.decode(slot.numpy().data))
-                    running.append(self._device.mark())
-                else:
-                    wait_mark(running[0], self._aborted, "ipc")
-                    running.popleft()
-                    ring.release()
-            if not self._info.keep_open:
-                self._imports.close_all()
+        self._device.settle()  # whatever stream of this process still reads the old weights
+        while running or not reader.complete:
+            more = not reader.complete and len(running) < SLOTS
+            if more and (not running or ring.published(len(running))):
+                slot = ring.slot(len(running))
+                reader.take(Frame.decode(slot.numpy().data))
+                running.append(self._device.mark())
+            else:
+                wait_mark(running[0], self._aborted, "ipc")
+                running.popleft()
+                ring.release()
 
     def abort(self) -> None:
         self._aborted.set()
@@ -186,17 +221,22 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
             self._ring.abort()
 
     def shutdown(self) -> None:
-        """Close every handle and leave the ring. Safe to call twice."""
+        """Close every handle and leave the ring. Safe to call twice.
+
+        Under a loader that never returns, handles stay open until it does, or the process ends.
+        """
         ring, self._ring = self._ring, None
         if ring is None:
             return
+        self._left.set()
+        self.abort()
         ring.abort()
-        try:
-            with self._device.use():
-                self._device.settle()  # copies of a round that was broken off
-            self._imports.close_all()
-        finally:
-            ring.leave()
+        if self._using.acquire(timeout=_STUCK_S):
+            try:
+                self._close_handles()
+            finally:
+                self._using.release()
+                ring.leave()
 
     # ---- the sender ----------------------------------------------------------------------------
 

@@ -23,6 +23,10 @@ __all__ = ["SLOTS", "Channel", "Reader", "Writer", "free_staging"]
 SLOTS = 2
 """Frames in flight: of the ring, of the staging buffers, of the events."""
 
+_DIRECT_BYTES = 1 << 30
+"""Of a direct frame, unless the user sets a bucket size. Nothing is staged for it, and a GPU copies this
+much in less than a millisecond: with less, it would wait for the two hosts to talk."""
+
 _CLOSE_S = 60.0
 _NOWHERE = (NOTHING, 0)
 
@@ -84,6 +88,10 @@ class Writer:
         self._direct = direct
         self._next = 0
         self._size = channel.plan.bucket_size_bytes
+        self._most = _DIRECT_BYTES if channel.plan.config.bucket_size_bytes is None else self._size
+        self._tensors: list[torch.Tensor] = []
+        self._places: list[tuple[int, int]] = []
+        self._bytes = self._temporary = 0
 
     def run(self) -> None:
         channel = self._channel
@@ -94,22 +102,33 @@ class Writer:
         for bucket in self._layout.plan.buckets:
             for start in range(0, len(bucket.pieces), MAX_TENSORS):
                 pieces = bucket.pieces[start : start + MAX_TENSORS]
-                self._next = pieces[0].tensor
                 if self._direct:
                     self._in_place(bucket, pieces)
                 else:
                     self._staged(bucket, pieces, self._iterator)
+        self._flush()
         expect_end(self._iterator)
         channel.ring.drain()
         channel.held = [None] * SLOTS
 
     def _in_place(self, bucket: Bucket, pieces: tuple[Piece, ...]) -> None:
+        """Say where these lie, together with those before them; or stage them."""
         metadata = self._layout.metadata
         tensors = [_plain(next_tensor(self._iterator, metadata[p.tensor])) for p in pieces]
         places = self._channel.exports.checked(tensors, key=pieces[0].tensor)
         if places is not None:
-            self._publish(Frame(pieces[0].tensor, 0, places), self._slot(), tensors)
+            size = sum(piece.num_bytes for piece in pieces)
+            if len(self._places) + len(places) > MAX_TENSORS or self._bytes + size > self._most:
+                self._flush()
+            self._tensors += tensors
+            self._places += places
+            self._bytes += size
+            # what was made for this pass alone is held as well, so there may be a bucket of it
+            temporary = int(getattr(self._iterator, "temporary_bytes", 0)) - self._temporary
+            if self._bytes >= self._most or temporary >= self._size:
+                self._flush()
             return
+        self._flush()
         if self._channel.form == "direct":
             names = [metadata[p.tensor].name for p in pieces]
             first = next(
@@ -125,6 +144,16 @@ class Writer:
         named = [(metadata[p.tensor].name, t) for p, t in zip(pieces, tensors, strict=True)]
         self._staged(bucket, pieces, iter(named))
 
+    def _flush(self) -> None:
+        """Publish what was gathered."""
+        tensors, places = self._tensors, self._places
+        self._tensors, self._places, self._bytes = [], [], 0
+        self._temporary = int(getattr(self._iterator, "temporary_bytes", 0))
+        if places:
+            first, slot = self._next, self._slot()
+            self._next += len(places)
+            self._publish(Frame(first, 0, places), slot, tensors)
+
     def _staged(
         self,
         bucket: Bucket,
@@ -135,11 +164,11 @@ class Writer:
         if bucket.num_bytes > self._size:
             for piece in pieces:
                 tensor = next_tensor(tensors, metadata[piece.tensor])
-                self._next = piece.tensor
                 if piece.num_bytes:
                     self._in_parts(piece, tensor)
                 else:
                     self._publish(Frame(piece.tensor, 0, [_NOWHERE]), self._slot(), None)
+                self._next += 1
             return
         slot = self._slot()
         buffer, (export, base) = self._buffer()
@@ -153,6 +182,7 @@ class Writer:
             place = (export, base + piece.offset_bytes) if piece.num_bytes else _NOWHERE
             places.append(place)
         self._publish(Frame(pieces[0].tensor, 0, places), slot, None)
+        self._next += len(pieces)
 
     def _in_parts(self, piece: Piece, tensor: torch.Tensor) -> None:
         flat = as_bytes(plain(tensor))
@@ -206,8 +236,10 @@ class Reader:
         events: list[Ready],
         layout: Layout,
         load_weights: LoadWeights,
+        bucket_size_bytes: int,
     ) -> None:
         self._device, self._imports, self._events = device, imports, events
+        self._size = bucket_size_bytes
         self._layout, self._load = layout, load_weights
         self._next = 0
         self._part: tuple[torch.Tensor, bool, int] | None = None
@@ -227,6 +259,7 @@ class Reader:
         if self._events:
             if frame.event >= len(self._events):
                 raise ContractError(f"ipc: the sender has no event {frame.event}")
+            # no deadline: the stream waits, not this thread
             self._events[frame.event].wait()
         if frame.part is not None:
             self._take_part(frame, *frame.part)
@@ -235,9 +268,18 @@ class Reader:
         self._next += count
         if not views:
             return
-        if not getattr(self._load, "copies_only", False):
-            views = [(name, view.clone()) for name, view in views]
-        self._load(views)
+        if getattr(self._load, "copies_only", False):
+            self._load(views)
+            return
+        chunk: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, view in views:  # each its own memory, and a bucket of that at a time
+            if chunk and size + view.nbytes > self._size:
+                self._load(chunk)
+                chunk, size = [], 0
+            chunk.append((name, view.clone()))
+            size += view.nbytes
+        self._load(chunk)
 
     def _view(self, index: int, place: tuple[int, int]) -> tuple[str, torch.Tensor]:
         meta = self._layout.metadata[index]

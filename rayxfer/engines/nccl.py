@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,18 @@ _PAUSE_S = 20e-6
 _CLOSE_S = 30.0
 
 
+@dataclass
+class _Held:
+    """A buffer under way, and the point of the lane where that ends (None: not reached yet)."""
+
+    buffer: torch.Tensor
+    mark: Mark | None = None
+
+
+_stuck: list[object] = []
+"""Groups whose lane did not come to an end: what they hold is never given back."""
+
+
 class NcclGroup(Group):
     """A communicator, its lane, and what is under way.
 
@@ -42,7 +55,7 @@ class NcclGroup(Group):
         self.device = device.torch_device
         self._device = device
         self._aborted = member.gave_up
-        self._held: deque[tuple[Mark, torch.Tensor]] = deque()
+        self._held: deque[_Held] = deque()
         self._closed = False
         with device.use():
             self._lane: Lane = device.lane()
@@ -58,19 +71,20 @@ class NcclGroup(Group):
             )
 
     def start(self, buffer: torch.Tensor) -> Mark:
+        held = _Held(buffer)
+        self._held.append(held)  # until it is through, whatever becomes of the caller
         with self._device.use():
             self._lane.follow()
             self._comm.broadcast(buffer, self._lane)
             self._poll(self._comm.idle)
-            mark = self._lane.mark()
-        self._held.append((mark, buffer))  # until it is through, whatever becomes of the caller
-        return mark
+            held.mark = self._lane.mark()
+        return held.mark
 
     def wait(self, work: Mark) -> None:
         self._poll(lambda: self._comm.idle() and work.done())
         with self._device.use():
             self._lane.lead()
-        while self._held and self._held[0][0].done():
+        while self._held and (mark := self._held[0].mark) is not None and mark.done():
             self._held.popleft()
 
     def drain(self) -> None:
@@ -103,12 +117,26 @@ class NcclGroup(Group):
     def _release(self) -> None:
         """Buffers go only when no kernel writes to them any more."""
         self._comm.abort()
-        deadline = time.monotonic() + _CLOSE_S
-        while self._held and time.monotonic() < deadline:
-            if self._held[0][0].done():
-                self._held.popleft()
-            else:
-                time.sleep(0.005)
+        try:
+            with self._device.use():
+                last = self._lane.mark()
+            ended = _passed(last)
+        except (TransferError, RuntimeError):  # the GPU is out of order
+            ended = False
+        if not ended:
+            _stuck.append(self)  # better lost than written to in other hands
+            return
+        self._held.clear()
+
+
+def _passed(mark: Mark) -> bool:
+    """Whether the device passes it in reasonable time."""
+    deadline = time.monotonic() + _CLOSE_S
+    while not mark.done():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 class NCCLEngine(BroadcastEngine):
@@ -143,15 +171,15 @@ class NCCLEngine(BroadcastEngine):
 
     @classmethod
     def _devices(cls, plan: SessionPlan) -> tuple[str, list[str]]:
-        # of a worker with several ranks only the first one's GPU is known: each takes its own
-        return uuid_of(plan.sender.device), [
-            uuid_of(worker.device) if worker.num_ranks == 1 else "" for worker in plan.workers
-        ]
+        # a sender whose weights are on the CPU packs on the GPU that is current where it opens; of a
+        # worker with several ranks only the first one's GPU is known: each takes its own
+        sender = uuid_of(plan.sender.device) or cls._device("").uuid
+        return sender, [uuid_of(w.device) if w.num_ranks == 1 else "" for w in plan.workers]
 
     @classmethod
     def _check_plan(cls, plan: SessionPlan) -> None:
         sender, workers = cls._devices(plan)
-        taken = {sender: "the sender"} if sender else {}
+        taken = {sender: "the sender"}
         for rank, uuid in enumerate(workers):
             if uuid and uuid in taken:
                 raise ConfigError(

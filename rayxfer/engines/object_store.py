@@ -21,6 +21,7 @@ from rayxfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
 )
+from rayxfer.copying import is_memory
 from rayxfer.engines.collective import (
     Layouts,
     TensorsUpdateInfo,
@@ -161,13 +162,18 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, TensorsUpdateI
         push = trainer_args["push"]
         layout = layouts.get(trainer_args["update_info"])
         metadata, buckets = layout.metadata, layout.plan.buckets
+        take = getattr(iterator, "take", None)
         for bucket in buckets:
             # ray.put copies, so one scratch buffer would do; but a fresh one is not zeroed and lets
             # the put of this bucket overlap nothing of the next.
             array = numpy.empty(bucket.num_bytes, dtype=numpy.uint8)
             scratch = torch.from_numpy(array)
             for piece in bucket.pieces:
-                write_piece(piece, next_tensor(iterator, metadata[piece.tensor]), scratch)
+                tensor = next_tensor(iterator, metadata[piece.tensor])
+                if take is not None and piece.num_bytes and is_memory(tensor):
+                    take(array.ctypes.data + piece.offset_bytes, tensor.data_ptr(), tensor.nbytes)
+                else:
+                    write_piece(piece, tensor, scratch)
             last = bucket.index == len(buckets) - 1
             if last:
                 expect_end(iterator)

@@ -112,7 +112,7 @@ class ProcessWorker(WorkerClient):
         self._process.join(5.0)
         if self._process.is_alive():
             self._process.kill()
-            self._process.join()
+            self._process.join(5.0)
 
     def __enter__(self) -> ProcessWorker:
         return self
