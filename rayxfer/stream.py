@@ -66,6 +66,7 @@ class Broken:
         lost: workers that are gone or stalled.
         failed: workers whose loader raised, or that voted no; they sit out the rest of the call.
         suspects: workers whose own transport failed with nobody known to be lost.
+        channel: the channel whose sending failed, if that was it.
     """
 
     error: RayxferError
@@ -73,6 +74,7 @@ class Broken:
     lost: dict[int, RayxferError] = field(default_factory=dict)
     failed: dict[int, RayxferError] = field(default_factory=dict)
     suspects: dict[int, RayxferError] = field(default_factory=dict)
+    channel: int | None = None
 
 
 class _Push:
@@ -385,7 +387,7 @@ class Stream:
         )
         if kind == "feeder" or isinstance(error, ContractError):
             return Broken(error, fatal=error)
-        return Broken(error)
+        return Broken(error, channel=index)
 
     def _on_answer(self, rank: int, future: Future[dict[str, Any]]) -> Broken | None:
         link, index = self._links[rank], self._channel_of[rank]
@@ -514,6 +516,8 @@ class Stream:
         for push in self._pushes:
             if push is not None:
                 push.abort(broken.error)
+        # Whoever else fails in a channel that was whole until now fails because it was just broken off.
+        torn = {broken.channel, *(self._channel_of[rank] for rank in broken.suspects)}
         if broken.fatal is None and not broken.lost:
             until = time.monotonic() + _GRACE_S
             while time.monotonic() < until and not broken.lost:
@@ -529,7 +533,7 @@ class Stream:
                 answer = outcome(what, index)
                 if isinstance(answer, WorkerLost):
                     broken.lost[index] = answer
-                elif isinstance(answer, RayxferError):
+                elif isinstance(answer, RayxferError) and self._channel_of[index] in torn:
                     broken.suspects[index] = answer
         broken.failed = dict(self._failed)
         return broken

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import copy
+import queue
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from rayxfer import PartialUpdate, TransferError, WeightTransferConfig
+from rayxfer import (
+    MappingSource,
+    PartialUpdate,
+    TransferError,
+    WeightTransferConfig,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from rayxfer.engines.shm import ShmEngine, ShmInitInfo
 from rayxfer.factory import WeightTransferEngineFactory
 from rayxfer.testing import LocalController, assert_same_bytes, poison
@@ -101,3 +113,88 @@ def test_unchanged_tensors_are_reported() -> None:
         with torch.no_grad():
             model.bias.add_(1.0)
         assert controller.sync_weights(model).unchanged == ("weight",)
+
+
+@dataclass
+class _QueueInitInfo(WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class _QueueUpdateInfo(WeightTransferUpdateInfo):
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class Queued(WeightTransferEngine[_QueueInitInfo, _QueueUpdateInfo]):
+    """Four methods and a queue; its worker notices at once when the sender breaks off."""
+
+    init_info_cls, update_info_cls = _QueueInitInfo, _QueueUpdateInfo
+    queues: dict[str, queue.Queue[torch.Tensor | None]] = {}  # noqa: RUF012 - of the class on purpose
+
+    def init_transfer_engine(self, init_info: _QueueInitInfo) -> None:
+        self.queues[type(self).__name__] = queue.Queue()
+
+    def receive_weights(self, update_info: _QueueUpdateInfo, load_weights: Any) -> None:
+        for name in update_info.names:
+            tensor = self.queues[type(self).__name__].get(timeout=20)
+            if tensor is None:
+                raise EOFError(f"the sender left before {name!r}")
+            self.hand_over(name, tensor, load_weights)
+
+    def hand_over(self, name: str, tensor: torch.Tensor, load_weights: Any) -> None:
+        load_weights([(name, tensor.clone())])
+
+    def shutdown(self) -> None:
+        pass
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any]) -> None:
+        target = Queued.queues[trainer_args["who"]]
+        try:
+            for _, tensor in iterator:
+                target.put(tensor)
+        finally:
+            target.put(None)
+
+
+class Breaks(Queued):
+    def hand_over(self, name: str, tensor: torch.Tensor, load_weights: Any) -> None:
+        raise OSError("the wire is cut")
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any]) -> None:
+        Queued.trainer_send_weights(iterator, {**trainer_args, "who": "Breaks"})
+
+
+class Sound(Queued):
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any]) -> None:
+        Queued.trainer_send_weights(iterator, {**trainer_args, "who": "Sound"})
+
+
+def test_a_channel_that_was_broken_off_is_not_to_blame() -> None:
+    """Its worker fails a moment after the one that is, and must not be left out with it."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+    receivers = fleet(model, 2)
+
+    class Slow(MappingSource):
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for item in super().__iter__():
+                yield item
+                time.sleep(0.05)
+
+    for engine in (Breaks, Sound):
+        WeightTransferEngineFactory.register_engine(engine.__name__, engine)
+    try:
+        config = WeightTransferConfig(backend=["Breaks", "Sound"], on_worker_failure="continue")
+        with LocalController(receivers, config) as controller:
+            report = controller.sync_weights(Slow(dict(model.named_parameters())))
+        assert [row.version for row in report.workers] == [0, 1]
+        assert "the wire is cut" in str(report.workers[0].error)
+        assert report.workers[1].error is None
+        expect(model, receivers[1:])
+    finally:
+        for engine in (Breaks, Sound):
+            del WeightTransferEngineFactory._direct[engine.__name__]
