@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from rayxfer import (
-    MappingSource,
     PartialUpdate,
     TransferError,
     WeightTransferConfig,
@@ -170,8 +169,14 @@ class Breaks(Queued):
 
 class Sound(Queued):
     @staticmethod
+    def _slowly(iterator: Iterator[Any]) -> Iterator[Any]:
+        for item in iterator:
+            yield item
+            time.sleep(0.05)
+
+    @staticmethod
     def trainer_send_weights(iterator: Iterator[Any], trainer_args: dict[str, Any]) -> None:
-        Queued.trainer_send_weights(iterator, {**trainer_args, "who": "Sound"})
+        Queued.trainer_send_weights(Sound._slowly(iterator), {**trainer_args, "who": "Sound"})
 
 
 def test_a_channel_that_was_broken_off_is_not_to_blame() -> None:
@@ -179,18 +184,12 @@ def test_a_channel_that_was_broken_off_is_not_to_blame() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     receivers = fleet(model, 2)
 
-    class Slow(MappingSource):
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-            for item in super().__iter__():
-                yield item
-                time.sleep(0.05)
-
     for engine in (Breaks, Sound):
         WeightTransferEngineFactory.register_engine(engine.__name__, engine)
     try:
         config = WeightTransferConfig(backend=["Breaks", "Sound"], on_worker_failure="continue")
         with LocalController(receivers, config) as controller:
-            report = controller.sync_weights(Slow(dict(model.named_parameters())))
+            report = controller.sync_weights(model)
         assert [row.version for row in report.workers] == [0, 1]
         assert "the wire is cut" in str(report.workers[0].error)
         assert report.workers[1].error is None
