@@ -14,7 +14,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -72,6 +72,7 @@ class VLLMWorker(WorkerMixin):
         args = _arguments(model, engine_args)
         self._vllm: _Offline | _Async = _Offline(args) if engine == "offline" else _Async(args)
         self._refusal: str | None = None
+        self._asleep = (False, False)  # its weights; anything
         self._relay = Relay(self._vllm.rpc, self._vllm, self._on_state)
         self._relay.refresh()
         self._on_state(self._relay.state)
@@ -154,27 +155,44 @@ class VLLMWorker(WorkerMixin):
 
     @ray.method(concurrency_group="control")
     def resume(self) -> None:
-        """Let generation go on. Does nothing while the weights are torn or being updated."""
-        if self._relay.state not in (WorkerState.TORN, WorkerState.UPDATING):
+        """Let generation go on. Does nothing while the weights are torn, being updated or away."""
+        if self._whole() and not self._asleep[1]:
             self._vllm.resume()
+
+    def _whole(self) -> bool:
+        return self._relay.state == WorkerState.READY and not self._relay.in_round()
 
     def sleep(self, level: int = 1) -> None:
         """vLLM's sleep: 1 keeps the weights in host memory, 2 throws them away.
 
         No sync can begin until `wake_up`. After level 2 this worker is CONNECTING, and refuses
-        requests, until the next sync has brought weights.
+        requests, until the next sync has brought weights; those that were running wait for it.
+
+        Raises:
+            StateError: in the middle of a round. Nothing has changed.
         """
-        self._relay.asleep(True)
+        before = self._asleep
+        self._told_asleep(True, True)
+        if self._relay.in_round():
+            self._told_asleep(*before)
+            raise StateError("cannot sleep in the middle of a round")
         self._vllm.sleep(level)
         if level >= 2:
             self._relay.forget()
 
+    def _told_asleep(self, weights: bool, anything: bool) -> None:
+        self._asleep = (weights, anything)
+        self._relay.asleep(weights, anything)
+
     def wake_up(self, tags: list[str] | None = None) -> None:
         """vLLM's wake-up. With tags, `["weights"]` is what a sync needs; requests run again once
-        everything is awake."""
-        self._vllm.wake_up(tags)
-        if tags is None or "weights" in tags:
-            self._relay.asleep(False)
+        everything is awake and the weights are whole."""
+        whole = self._whole()
+        awake = self._vllm.wake_up(tags, whole)
+        weights_back = tags is None or "weights" in tags
+        self._told_asleep(self._asleep[0] and not weights_back, not awake)
+        if awake and not whole and self._whole():  # a round has ended meanwhile
+            self._vllm.resume()
 
     @ray.method(concurrency_group="control")
     def state(self) -> str:
@@ -260,8 +278,11 @@ class _Offline:
         self._engine: Any = LLM(**args).llm_engine
         self._gate = Gate()
         self._lock = threading.Lock()  # vLLM's engine takes one caller at a time
+        self._turn = threading.Condition()
+        self._waiting = 0  # callers that the next step lets go first: a lock is not fair
         self._work = threading.Condition()
         self._outputs: dict[str, Any] = {}
+        self._wanted: set[str] = set()
         self._ids = itertools.count()
         self._failure: BaseException | None = None
         self._closed = False
@@ -273,17 +294,23 @@ class _Offline:
                 if not self._engine.has_unfinished_requests():
                     self._work.wait(0.5)
                     continue
+            with self._turn:
+                while self._waiting:
+                    self._turn.wait()
             try:
                 with self._gate.step(self._gate.ticket(), float("inf")), self._lock:
                     outputs = self._engine.step()
             except RequestAborted:
                 continue
             except BaseException as error:
+                if self._closed:
+                    return
                 self._failure = error
                 outputs = []
             with self._work:
                 for output in outputs:
-                    self._outputs[output.request_id] = output
+                    if output.request_id in self._wanted:
+                        self._outputs[output.request_id] = output
                 self._work.notify_all()
             if self._failure is not None:
                 return
@@ -299,16 +326,29 @@ class _Offline:
             self.check()
             dispatched = version()
             ids = [f"rayxfer-{next(self._ids)}" for _ in prompts]
-            with self._lock:
-                for request_id, prompt, one in zip(ids, prompts, params, strict=True):
-                    self._engine.add_request(request_id, {"prompt_token_ids": prompt}, one)
-            late = self._await(ids, ticket, deadline)
             with self._work:
-                outputs = [self._outputs.pop(request_id, None) for request_id in ids]
+                self._wanted.update(ids)
+            try:
+                self._add(ids, prompts, params)
+                late = self._await(ids, ticket, deadline)
+            finally:
+                with self._work:
+                    self._wanted.difference_update(ids)
+                    outputs = [self._outputs.pop(request_id, None) for request_id in ids]
             if late:
                 raise TransferTimeout("the request's own deadline passed")
             finished = version()
         return [_completion(output, dispatched, finished) for output in outputs]
+
+    def _add(self, ids: list[str], prompts: list[list[int]], params: list[Any]) -> None:
+        """All of them, or none."""
+        with self._between_steps():
+            try:
+                for request_id, prompt, one in zip(ids, prompts, params, strict=True):
+                    self._engine.add_request(request_id, {"prompt_token_ids": prompt}, one)
+            except BaseException:
+                self._engine.abort_request(ids)
+                raise
 
     def _await(self, ids: list[str], ticket: int, deadline: float) -> bool:
         """Until all are finished or aborted; True: the deadline passed."""
@@ -324,16 +364,31 @@ class _Offline:
                     return False
                 self._work.wait(0.05)
                 left = open_ids()
+            if self._closed:
+                raise StateError("this worker was shut down")
             self.check()
             late = time.monotonic() > deadline
             if left and (late or self._gate.ticket() != ticket):
-                with self._lock:
+                with self._between_steps():
                     self._engine.abort_request(left)
                 return late
 
     def check(self) -> None:
         if self._failure is not None:
             raise StateError(f"vLLM's engine failed: {self._failure}")
+
+    @contextlib.contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """vLLM's engine, for others than the thread that steps it, which gives way."""
+        with self._turn:
+            self._waiting += 1
+        try:
+            with self._lock:
+                yield
+        finally:
+            with self._turn:
+                self._waiting -= 1
+                self._turn.notify_all()
 
     def local_worker(self) -> Any:
         """vLLM's worker, if it is in this process."""
@@ -348,7 +403,7 @@ class _Offline:
         ):  # no process in between: nothing to encode, engines as their owner has them
             ranks = message.get("ranks")
             return [session_of(worker).handle(op, {**message, **ranks[0]} if ranks else message)]
-        with self._lock:
+        with self._between_steps():
             return _decoded(self._engine.collective_rpc("rayxfer_call", args=(op, encode(message))))
 
     def pause(self, mode: str) -> None:
@@ -358,14 +413,14 @@ class _Offline:
         self._gate.resume()
 
     def reset_cache(self) -> bool:
-        with self._lock:
+        with self._between_steps():
             done = bool(self._engine.reset_prefix_cache(reset_running_requests=True))
             self._engine.reset_mm_cache()
             self._engine.reset_encoder_cache()
         return done
 
     def set_version(self, version: int) -> None:
-        with self._lock:
+        with self._between_steps():
             self._engine.set_weight_version(str(version))
 
     def get_version(self) -> str:
@@ -373,18 +428,21 @@ class _Offline:
 
     def sleep(self, level: int) -> None:
         self._gate.pause("keep")
-        with self._lock:
+        with self._between_steps():
             self._engine.sleep(level, "keep")
 
-    def wake_up(self, tags: list[str] | None) -> None:
-        with self._lock:
-            awake = self._engine.wake_up(tags)
-        if awake:
+    def wake_up(self, tags: list[str] | None, whole: bool) -> bool:
+        with self._between_steps():
+            awake = bool(self._engine.wake_up(tags))
+        if awake and whole:
             self._gate.resume()
+        return awake
 
     def shutdown(self) -> None:
         self._closed = True
         self._gate.shut()
+        with self._work:
+            self._work.notify_all()
 
 
 class _Async:
@@ -395,6 +453,7 @@ class _Async:
         threading.Thread(target=self._loop.run_forever, name="vllm-loop", daemon=True).start()
         self._ids = itertools.count()
         self._closed = False
+        self._open, self._paused = threading.Condition(), False
         self._llm: Any = self._run(self._start(args), _START_TIMEOUT_S)
 
     async def _start(self, args: dict[str, Any]) -> Any:
@@ -428,8 +487,7 @@ class _Async:
         deadline: float,
         version: Callable[[], int],
     ) -> list[Completion]:
-        if self._closed:
-            raise StateError("this worker was shut down")
+        self._await_open(deadline)
         dispatched = version()
 
         async def one(prompt: list[int], param: Any) -> Any:
@@ -441,9 +499,13 @@ class _Async:
             return last
 
         async def all_of_them() -> list[Any]:
-            jobs = [one(*pair) for pair in zip(prompts, params, strict=True)]
+            jobs = [asyncio.ensure_future(one(*pair)) for pair in zip(prompts, params, strict=True)]
             left = max(0.01, deadline - time.monotonic())
-            return list(await asyncio.wait_for(asyncio.gather(*jobs), left))
+            try:
+                return list(await asyncio.wait_for(asyncio.gather(*jobs), left))
+            finally:
+                for job in jobs:  # where one has failed, the others are not left running
+                    job.cancel()
 
         try:
             outputs = self._run(all_of_them(), max(0.01, deadline - time.monotonic()) + 5.0)
@@ -451,6 +513,24 @@ class _Async:
             raise TransferTimeout("the request's own deadline passed") from None
         finished = version()
         return [_completion(output, dispatched, finished) for output in outputs]
+
+    def _await_open(self, deadline: float) -> None:
+        """Hold a request that comes in a pause: the version that serves it is the one after."""
+        with self._open:
+            while self._paused or self._closed:
+                if self._closed:
+                    raise StateError("this worker was shut down")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TransferTimeout(
+                        "the request's own deadline passed while the weights were being updated"
+                    )
+                self._open.wait(min(left, 1.0))
+
+    def _set_paused(self, paused: bool) -> None:
+        with self._open:
+            self._paused = paused
+            self._open.notify_all()
 
     def check(self) -> None:
         if self._dead():
@@ -464,10 +544,17 @@ class _Async:
         return _decoded(self._run(call))
 
     def pause(self, mode: str) -> None:
-        self._run(self._llm.pause_generation(mode=mode, clear_cache=False))
+        before = self._paused
+        self._set_paused(True)
+        try:
+            self._run(self._llm.pause_generation(mode=mode, clear_cache=False))
+        except BaseException:
+            self._set_paused(before)
+            raise
 
     def resume(self) -> None:
         self._run(self._llm.resume_generation())
+        self._set_paused(False)
 
     def reset_cache(self) -> bool:
         async def reset() -> bool:
@@ -485,13 +572,30 @@ class _Async:
         return str(self._run(self._llm.get_weight_version()))
 
     def sleep(self, level: int) -> None:
+        self._set_paused(True)
         self._run(self._llm.sleep(level, "keep"))
 
-    def wake_up(self, tags: list[str] | None) -> None:
-        self._run(self._llm.wake_up(tags))
+    def wake_up(self, tags: list[str] | None, whole: bool) -> bool:
+        async def wake() -> bool:
+            # Fully awake, vLLM resumes by itself: the pause is to be there before the next step.
+            waking = asyncio.ensure_future(self._llm.wake_up(tags))
+            if not whole:
+                for _ in range(3):  # let it be sent
+                    await asyncio.sleep(0)
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+            awake = bool(await waking)
+            if not whole:
+                await self._llm.pause_generation(mode="keep", clear_cache=False)
+            return awake
+
+        awake = self._run(wake())
+        if awake and whole:
+            self._set_paused(False)
+        return awake
 
     def shutdown(self) -> None:
         self._closed = True
+        self._set_paused(self._paused)
         with contextlib.suppress(RuntimeError):
             self._llm.shutdown()
 

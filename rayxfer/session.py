@@ -347,10 +347,11 @@ class WorkerSession:
 
     def snapshot(self) -> dict[str, Any]:
         """State and version, without waiting for anything."""
-        load = self._load
+        load, current = self._load, self._round
         return {
             "state": str(self.state),
             "version": self.version,
+            "open": None if current is None else current.round_id,
             "towards": self.torn_towards,
             "incarnation": self.incarnation,
             "controller": None if self._owner is None else self._owner["name"],

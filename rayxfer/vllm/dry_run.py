@@ -82,6 +82,9 @@ def dry_run(model: torch.nn.Module, metadata: Sequence[ParamMeta], *, tied_head:
         out.known = False  # an operation without a meta kernel, such as reading a value
         return out
     except Exception as error:
+        if isinstance(error, RuntimeError) and "on meta tensors" in str(error):
+            out.known = False  # a value was asked for
+            return out
         out.problem = f"{type(error).__name__}: {error}"
         return out
     finally:
@@ -153,6 +156,13 @@ def _shadow(model: torch.nn.Module) -> tuple[Any, list[Any]]:
                 params[name] = meta
             kept.append(params)
             twin.__dict__["_parameters"] = params
+            # some loaders write buffers: neither the live ones, nor in vain
+            buffers = {
+                name: None if tensor is None else to_meta_tensor(tensor)
+                for name, tensor in layer._buffers.items()
+            }
+            kept.append(buffers)
+            twin.__dict__["_buffers"] = buffers
         twin.__dict__["_modules"] = {
             name: None if child is None else shadow_of(child)
             for name, child in layer._modules.items()

@@ -7,8 +7,10 @@ passes every message on to the session of each rank, and after the commit resets
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,12 +23,14 @@ __all__ = ["Controls", "Relay"]
 _SLICE_S = 0.05
 """Longest time that one message keeps vLLM's engine core from its other work."""
 
+_CALL_OFF_S = 1.0
 _RESET_TRIES = 5
 _COMMIT_TIMEOUT_S = 600.0
 
 
 class Controls(Protocol):
-    """What vLLM does outside its workers. Each may block; `pause` ends early when `resume` is called."""
+    """What vLLM does outside its workers. Each may block; a `pause` that is still waiting when `resume` is
+    called may end early, and need not."""
 
     def pause(self, mode: str) -> None:
         """Return when nothing reads the weights. "keep", "wait" or "abort" running requests."""
@@ -94,7 +98,8 @@ class Relay:
         self._settings: _Settings | None = None
         self._task: _Task | None = None
         self._paused_for: tuple[Any, ...] | None = None
-        self._asleep = False
+        self._called_off: deque[tuple[Any, ...]] = deque(maxlen=16)
+        self._asleep = self._resting = False
         self._owner: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self.state = WorkerState.CONNECTING
@@ -119,11 +124,19 @@ class Relay:
             return self._drive(key, lambda: self._commit(message), until)
         if op == "abort":
             return self._abort(message, until)
+        if op in ("attach", "detach", "connect", "prepare"):
+            return self._take_over(op, message, until)
         return self._ask(op, message, until)
 
-    def asleep(self, asleep: bool) -> None:
-        """Whether vLLM's weights are out of memory: then no round may begin."""
-        self._asleep = asleep
+    def asleep(self, weights: bool, anything: bool | None = None) -> None:
+        """What of vLLM is out of memory. Without its weights no round may begin; while anything is
+        missing (None: as the weights), its requests are not resumed."""
+        self._asleep = weights
+        self._resting = weights if anything is None else anything
+
+    def in_round(self) -> bool:
+        """Whether a round is open on vLLM's workers. Asks them."""
+        return self._open_round() is not None
 
     def forget(self) -> None:
         """The weights are gone: CONNECTING until the next sync."""
@@ -145,14 +158,34 @@ class Relay:
         return self._ask("update", message, until)
 
     def _pause(self, settings: _Settings, key: tuple[Any, ...] | None) -> dict[str, Any]:
-        self._controls.pause(settings.pause_mode)
-        self._paused_for = key
+        try:
+            self._controls.pause(settings.pause_mode)
+        except BaseException:
+            # it may have been paused all the same, and nobody else would undo that
+            if key is not None and self.state == WorkerState.READY:
+                with contextlib.suppress(Exception):
+                    self._resume()
+            raise
+        with self._lock:
+            over = key is not None and key in self._called_off
+            latest = self._task is None or self._task.key == ("pause", *(key or ()))
+            if not over:
+                self._paused_for = key
+        if over and latest:
+            self._resume()  # its round ended before the pause did
         return {}
 
     def _commit(self, message: dict[str, Any]) -> dict[str, Any]:
         settings = self._known_settings()
         if settings.load_mode == "staged":
-            self._pause(settings, None)
+            try:
+                self._pause(settings, None)
+            except BaseException:
+                # The version is recorded, and is not live here.
+                self._ask("hold", {}, 0.0)
+                with contextlib.suppress(Exception):
+                    self._controls.pause("keep")
+                raise
         answer = self._ask("commit", message, time.monotonic() + _COMMIT_TIMEOUT_S)
         if not answer.get("done") or isinstance(answer.get("error"), RayxferError):
             return answer
@@ -176,19 +209,49 @@ class Relay:
         raise StateError(f"vLLM refused {_RESET_TRIES} times to reset its prefix cache")
 
     def _abort(self, message: dict[str, Any], until: float) -> dict[str, Any]:
-        task = self._task
-        if task is not None and task.key[0] == "pause" and not task.done.is_set():
+        round_id = message.get("round_id")
+        with self._lock:
+            task = self._task
+            pausing = task is not None and task.key[:2] == ("pause", round_id)
+            if task is not None and pausing:
+                self._called_off.append(task.key[1:])
+        if task is not None and pausing and not task.done.is_set():
             self._controls.resume()  # calls the pause off
-            task.done.wait(float(message.get("timeout_s", 5.0)))
-        mine = self._paused_for is not None and self._paused_for[0] == message.get("round_id")
+            # vLLM may go on waiting for its requests; that thread is left to itself
+            if not task.done.wait(min(_CALL_OFF_S, float(message.get("timeout_s", 5.0)))):
+                with self._lock:
+                    if self._task is task:
+                        self._task = None
+        # where it was paused through another relay, the open round tells
+        paused_for = (self._paused_for or (None,))[0]
+        mine = round_id is not None and round_id in (paused_for, self._open_round())
         answer = self._ask("abort", message, until)
-        if mine and self.state == WorkerState.READY:
-            self._resume()
+        if mine:
+            self._resume_ready()
         return answer
+
+    def _take_over(self, op: str, message: dict[str, Any], until: float) -> dict[str, Any]:
+        """Pass on what may end a round that nobody will abort any more."""
+        was_open = self.in_round()
+        answer = self._ask(op, message, until)
+        if was_open and not self.in_round():
+            self._resume_ready()
+        return answer
+
+    def _open_round(self) -> int | None:
+        opened = self._ask("snapshot", {}, 0.0).get("open")
+        return None if opened is None else int(opened)
+
+    def _resume_ready(self) -> None:
+        """Its round is over: go on, unless the weights are torn, or a commit does so in its turn."""
+        task = self._task
+        committing = task is not None and task.key[0] == "commit" and not task.done.is_set()
+        if self.state == WorkerState.READY and not committing:
+            self._resume()
 
     def _resume(self) -> None:
         self._paused_for = None
-        if not self._asleep:
+        if not self._resting:
             self._controls.resume()
 
     def _known_settings(self) -> _Settings:

@@ -282,6 +282,91 @@ def test_asleep_and_awake(worker: Any, controller: Any) -> None:
     assert ask(worker)
 
 
+@pytest.mark.parametrize("where", ["worker", "other_process"])
+def test_what_runs_while_the_weights_go_waits_for_new_ones(
+    where: str, request: pytest.FixtureRequest
+) -> None:
+    actor = request.getfixturevalue(where)
+    made = Controller([actor], WeightTransferConfig(backend="shm"))
+    made.sync_weights(build(KIND, 61))
+    running = actor.generate.remote([[1, 2, 3]], max_new_tokens=120)
+    time.sleep(0.1)
+    ray.get(actor.sleep.remote(2), timeout=30)
+    ray.get(actor.wake_up.remote(), timeout=30)
+    ray.get(actor.resume.remote(), timeout=30)
+    assert not ray.wait([running], timeout=3)[0]
+    made.sync_weights(build(KIND, 62))
+    [completion] = ray.get(running, timeout=60)
+    assert len(completion.token_ids) == 120
+    assert completion.finished_version == completion.weight_version + 1
+    made.shutdown()
+
+
+@pytest.mark.parametrize("where", ["worker", "other_process"])
+def test_with_its_weights_awake_alone_it_syncs_and_answers_nothing(
+    where: str, request: pytest.FixtureRequest
+) -> None:
+    actor = request.getfixturevalue(where)
+    made = Controller([actor], WeightTransferConfig(backend="shm"))
+    ray.get(actor.sleep.remote(2), timeout=30)
+    ray.get(actor.wake_up.remote(["weights"]), timeout=30)
+    made.sync_weights(build(KIND, 63))
+    with pytest.raises(TransferTimeout):
+        ask(actor, timeout_s=1.0)
+    ray.get(actor.wake_up.remote(["kv_cache"]), timeout=30)
+    assert ask(actor)
+    made.shutdown()
+
+
+@pytest.mark.parametrize("where", ["worker", "other_process"])
+def test_a_request_made_in_a_pause_is_the_next_versions(
+    where: str, request: pytest.FixtureRequest
+) -> None:
+    actor = request.getfixturevalue(where)
+    made = Controller([actor], WeightTransferConfig(backend="shm"))
+    made.sync_weights(build(KIND, 64))
+    ray.get(actor.pause.remote("keep"), timeout=30)
+    held = actor.generate.remote([[1, 2, 3]], max_new_tokens=4)
+    time.sleep(0.3)
+    version = made.sync_weights(build(KIND, 65)).version
+    [completion] = ray.get(held, timeout=30)
+    assert (completion.weight_version, completion.finished_version) == (version, version)
+    made.shutdown()
+
+
+def test_a_short_request_does_not_wait_for_a_long_one(worker: Any, controller: Any) -> None:
+    controller.sync_weights(build(KIND, 66))
+    long = worker.generate.remote([[1, 2, 3]] * 2, max_new_tokens=120)
+    time.sleep(0.1)
+    for _ in range(3):
+        ray.get(worker.generate.remote([[4, 5]], max_new_tokens=1), timeout=30)
+    assert not ray.wait([long], timeout=0)[0]
+    ray.get(long, timeout=60)
+
+
+def test_of_prompts_of_which_one_is_too_long_none_runs(worker: Any, controller: Any) -> None:
+    controller.sync_weights(build(KIND, 67))
+    with pytest.raises(Exception, match="500 input tokens"):
+        ray.get(worker.generate.remote([[1, 2], [1] * 500], max_new_tokens=50), timeout=30)
+
+    def left(self: Any) -> tuple[bool, int]:
+        return self._vllm._engine.has_unfinished_requests(), len(self._vllm._outputs)
+
+    assert ray.get(worker.__ray_call__.remote(left), timeout=30) == (False, 0)
+
+
+def test_shutdown_ends_what_runs(spawn: Callable[..., Any]) -> None:
+    actor = spawn(KIND, 0)
+    running = actor.generate.remote([[1, 2, 3]] * 8, max_new_tokens=120)
+    time.sleep(0.1)
+    actor.shutdown.remote()
+    with pytest.raises(StateError, match="shut down"):
+        ray.get(running, timeout=20)
+    with pytest.raises(StateError, match="shut down"):
+        ask(actor)
+    ray.kill(actor)
+
+
 def test_a_killed_vllm_does_not_hold_the_others_up(
     worker: Any, spawn: Callable[..., Any], fresh: Callable[..., Any], tmp_path: Path
 ) -> None:
