@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -130,10 +131,9 @@ def mapped_error(error: BaseException, rank: int | None) -> RayxferError:
     if isinstance(error, RayxferError):
         return error
     if is_lost(error):
-        first = str(error).strip().splitlines()
         who = "the actor" if rank is None else f"worker {rank}"
         return WorkerLost(
-            f"{who} is gone: {type(error).__name__}: {first[0] if first else ''}",
+            f"{who} is gone: {type(error).__name__}: {_gist(error)}",
             worker=rank,
             cause=portable_cause(error),
         )
@@ -141,6 +141,22 @@ def mapped_error(error: BaseException, rank: int | None) -> RayxferError:
     return TransferError(
         f"{type(shown).__name__}: {shown}", worker=rank, cause=portable_cause(shown)
     )
+
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_LAST_LINE = re.compile(r"^(?:[\w.]+\.)?[A-Za-z_]\w*(?:Error|Exception|Unavailable|Backend)\b.*")
+
+
+def _gist(error: BaseException) -> str:
+    """What Ray says, in a line; where a constructor raised, what it raised."""
+    lines = [_ANSI.sub("", line).strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line]
+    if not lines:
+        return ""
+    raised = [line for line in lines[1:] if _LAST_LINE.match(line)]
+    if "creation task" in lines[0] and raised:
+        return f"its constructor raised {raised[-1]}"
+    return lines[0]
 
 
 def wait_answers(

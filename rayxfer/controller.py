@@ -379,6 +379,11 @@ class Controller:
         return report
 
     def _sync_trainers(self, handles: list[Any], version: int | None, partial: bool) -> SyncReport:
+        if len(handles) > 1:
+            raise ConfigError(
+                f"{len(handles)} trainer actors: a sync that several trainer ranks share is not built yet; "
+                "give the one that holds whole tensors (rank 0)"
+            )
         refs = [h.sync_weights.remote(self, version=version, partial=partial) for h in handles]
         reports: list[SyncReport] = []
         errors: list[RayxferError] = []

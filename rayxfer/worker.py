@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rayxfer.client import reconstructed
-from rayxfer.errors import StateError
+from rayxfer.errors import ConfigError, StateError
 from rayxfer.loader import FuseRule, WeightLoader
 from rayxfer.report import WorkerState
 from rayxfer.session import Binding, WorkerSession
@@ -55,7 +55,20 @@ class WorkerMixin:
 
         An actor that Ray reconstructed holds what its constructor built, not the committed version:
         it starts CONNECTING and becomes READY with the next version it is given.
+
+        Without `pause` and `resume` nothing keeps the actor's other threads from reading weights that
+        are half new: give both if it has any.
+
+        Raises:
+            ConfigError: `model` is neither a module nor a function that returns one.
         """
+        if not isinstance(model, torch.nn.Module) and (
+            isinstance(model, Mapping) or not callable(model)
+        ):
+            raise ConfigError(
+                f"rayxfer_bind got a {type(model).__name__}: expected an nn.Module, or a function that "
+                "returns the live one"
+            )
         self._rayxfer_session = WorkerSession(
             Binding(
                 model=model,

@@ -17,6 +17,7 @@ import ray
 import torch
 
 import rayxfer.controller
+from actors import TrainerActor
 from rayxfer import (
     BackendUnavailable,
     ConfigError,
@@ -567,3 +568,16 @@ def test_no_tensor_passes_through_the_controller(
         assert_exact(model, spare)
     assert sizes
     assert sum(sizes) < 1 << 20
+
+
+def test_several_trainers_at_once_are_refused(ray_session: None) -> None:
+    """Each of them would sync on its own, one after the other, and any of them could win."""
+    workers = plain_workers(1, lambda: torch.nn.Linear(2, 2))
+    trainers = [
+        TrainerActor.options(num_cpus=0).remote(lambda: torch.nn.Linear(2, 2)) for _ in "ab"
+    ]
+    controller = Controller(workers)
+    with pytest.raises(ConfigError, match="2 trainer actors"):
+        controller.sync_weights(trainers)
+    assert controller.status().version == 0
+    controller.shutdown()

@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 from actors import InferenceActor
-from rayxfer import FuseRule, ModuleSource, StateError
+from rayxfer import (
+    ConfigError,
+    Controller,
+    FuseRule,
+    ModuleSource,
+    StateError,
+    WorkerLost,
+    WorkerMixin,
+)
 from rayxfer.client import spawn
 from tests.fleet import (
     CPU_BACKENDS,
@@ -491,3 +499,21 @@ def test_a_plain_worker_answers_between_slices_of_a_long_sync() -> None:
             go_on.set()
         sync.result(timeout=60)
         assert_exact(Net(1), workers)
+
+
+@pytest.mark.parametrize("model", [{"weight": 1}, torch.nn.Linear(1, 1).state_dict(), 3, None])
+def test_what_is_no_model_cannot_be_bound(model: Any) -> None:
+    with pytest.raises(ConfigError, match=r"expected an nn\.Module"):
+        WorkerMixin().rayxfer_bind(model)
+
+
+@ray.remote(num_cpus=0)
+class Stillborn(WorkerMixin):
+    def __init__(self) -> None:
+        raise ZeroDivisionError("no model today")
+
+
+def test_what_a_constructor_raised_is_in_the_message(ray_session: None) -> None:
+    with pytest.raises(WorkerLost, match=r"worker 0.*ZeroDivisionError: no model today") as caught:
+        Controller([Stillborn.remote()])
+    assert "\x1b" not in str(caught.value)

@@ -2,13 +2,15 @@
 
 The model is shadowed: the same module objects in shape and attributes, but with parameters on the meta
 device as they were before vLLM repacked them. The shadow's `load_weights` is run on meta tensors. Names
-that nobody knows and shapes that do not fit raise there as they would in earnest; every copy that it makes
-is counted, so what an offer would leave unwritten is known, and which layers it would touch. The live model
-is only read, so requests may run meanwhile.
+that nobody knows and most shapes that do not fit raise there as they would in earnest. Every copy that it
+makes is counted on both sides: what an offer would leave unwritten, and what of an offer would be left
+unread, for vLLM cuts what is too large to size without a word. It also casts anything to anything, so
+dtypes are compared here. The live model is only read, so requests may run meanwhile.
 """
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayxfer.metadata import ParamMeta
+from rayxfer.metadata import ParamMeta, dtype_name
+from rayxfer.source import FLOATS
 
 __all__ = ["DryRun", "dry_run"]
 
@@ -26,15 +29,16 @@ class DryRun:
     """What came out.
 
     Attributes:
-        problem: vLLM's own objection, or None; `name`: the tensor it was at.
+        problems: what is wrong with which offered tensor (None: with none in particular).
+        casts: offered name → "from -> to".
         missing: parameters that would not be (wholly) written: name → (elements written, elements).
         parts: offered name → parameters that it is written to.
         returned: what `load_weights` returned.
         known: False: vLLM's loaders cannot be run on meta tensors here; nothing else was found out.
     """
 
-    problem: str | None = None
-    name: str | None = None
+    problems: list[tuple[str | None, str]] = field(default_factory=list)
+    casts: dict[str, str] = field(default_factory=dict)
     missing: dict[str, tuple[int, int]] = field(default_factory=dict)
     parts: dict[str, set[str]] = field(default_factory=dict)
     returned: set[str] = field(default_factory=set)
@@ -42,13 +46,23 @@ class DryRun:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Elements written, by the storage they are written to."""
+    """Elements written, by the storage they are written to; elements read, by offered name."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.written: dict[int, int] = {}
         self.by: dict[int, set[str]] = {}
+        self.read: dict[str, int] = {}
         self.current = ""
+        self._offered: dict[int, str] = {}
+        self._kept: list[torch.Tensor] = []  # while they live, their storages are nobody else's
+
+    def offer(self, meta: ParamMeta) -> torch.Tensor:
+        self.current = meta.name
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+        self._offered[tensor.untyped_storage()._cdata] = meta.name
+        self._kept.append(tensor)
+        return tensor
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -62,41 +76,128 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             key = args[0].untyped_storage()._cdata
             self.written[key] = self.written.get(key, 0) + args[0].numel()
             self.by.setdefault(key, set()).add(self.current)
+            if func is torch.ops.aten.copy_.default:
+                name = self._offered.get(args[1].untyped_storage()._cdata)
+                if name is not None:
+                    self.read[name] = self.read.get(name, 0) + args[1].numel()
         return func(*args, **(kwargs or {}))
 
 
-def dry_run(model: torch.nn.Module, metadata: Sequence[ParamMeta], *, tied_head: bool) -> DryRun:
-    """Run the model's `load_weights` on a shadow. `tied_head`: the output head is the embedding."""
+def dry_run(
+    model: torch.nn.Module,
+    metadata: Sequence[ParamMeta],
+    *,
+    tied_head: bool,
+    quantized: bool = False,
+    tensor_parallel_size: int = 1,
+) -> DryRun:
+    """Run the model's `load_weights` on a shadow.
+
+    Args:
+        model: vLLM's.
+        metadata: the offer.
+        tied_head: the output head is the embedding.
+        quantized: the worker's dtypes are not those of checkpoints.
+        tensor_parallel_size: each rank reads a share of most tensors.
+    """
     shadow, kept = _shadow(model)
     out, counter = DryRun(), _Counter()
+    at = [-1]
 
-    def offers() -> Iterator[tuple[str, torch.Tensor]]:
-        for meta in metadata:
-            counter.current = out.name = meta.name
-            yield meta.name, torch.empty(meta.shape, dtype=meta.dtype, device="meta")
+    def offers(start: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for index in range(start, len(metadata)):
+            at[0] = index
+            yield metadata[index].name, counter.offer(metadata[index])
 
-    try:
-        with counter, torch.no_grad():
-            returned = shadow.load_weights(offers())
-    except NotImplementedError:
-        out.known = False  # an operation without a meta kernel, such as reading a value
-        return out
-    except Exception as error:
-        if isinstance(error, RuntimeError) and "on meta tensors" in str(error):
-            out.known = False  # a value was asked for
+    while at[0] < len(metadata) - 1 and len(out.problems) < _MOST_PROBLEMS:
+        start = at[0] + 1
+        try:
+            with counter, torch.no_grad():
+                returned = shadow.load_weights(offers(start))
+            out.returned |= {str(name) for name in returned or ()}
+            break
+        except NotImplementedError:
+            out.known = False  # an operation without a meta kernel, such as reading a value
+        except Exception as error:
+            if isinstance(error, RuntimeError) and "on meta tensors" in str(error):
+                out.known = False  # a value was asked for
+            elif at[0] < start:
+                out.problems.append((None, _objection(error)))
+                break
+            else:  # go on behind it, so that all problems come out at once
+                meta = metadata[at[0]]
+                text = f"vLLM does not take {meta.name!r} ({meta}): {_objection(error)}"
+                out.problems.append((meta.name, text))
+        if not out.known:
             return out
-        out.problem = f"{type(error).__name__}: {error}"
-        return out
-    finally:
-        del kept
-    out.name = None
-    out.returned = {str(name) for name in returned or ()}
-    _account(model, shadow, counter, out, tied_head)
+    _account(shadow, counter, out, tied_head)
+    _compare(metadata, shadow, counter, out, quantized, tensor_parallel_size)
+    del kept
     return out
 
 
+_MOST_PROBLEMS = 20
+_OBJECTION_CHARACTERS = 240
+
+
+def _objection(error: Exception) -> str:
+    """vLLM's own words, without its list of everything else; where it has none, the line that objected."""
+    text = " ".join(str(error).split("The available parameters")[0].split())
+    if not text:
+        text = str(traceback.extract_tb(error.__traceback__)[-1].line)
+    return f"{type(error).__name__}: {text[:_OBJECTION_CHARACTERS]}"
+
+
+def _compare(
+    metadata: Sequence[ParamMeta],
+    shadow: torch.nn.Module,
+    counter: _Counter,
+    out: DryRun,
+    quantized: bool,
+    tensor_parallel_size: int,
+) -> None:
+    """Dtypes, and what would be left unread, of the tensors that vLLM takes."""
+    refused = {name for name, _ in out.problems}
+    parameters = dict(shadow.named_parameters(remove_duplicate=False))
+    padded = {
+        name
+        for name, layer in shadow.named_modules()
+        if type(layer).__name__ in ("VocabParallelEmbedding", "ParallelLMHead")
+    }
+    for meta in metadata:
+        targets = sorted(out.parts.get(meta.name, ()))
+        if meta.name in refused or not targets:
+            continue
+        for target in targets if not quantized else ():
+            dtype = parameters[target].dtype
+            widened = (
+                target.endswith("bias") and dtype == torch.float32
+            )  # as vLLM keeps some on a CPU
+            if dtype == meta.dtype or (widened and meta.dtype in FLOATS):
+                continue
+            pair = f"{dtype_name(meta.dtype)} -> {dtype_name(dtype)}"
+            if meta.dtype in FLOATS and dtype in FLOATS:
+                out.casts[meta.name] = pair
+                continue
+            text = (
+                f"dtype mismatch at {meta.name!r}: expected {dtype_name(dtype)}, offered "
+                f"{dtype_name(meta.dtype)} (only fp64, fp32, fp16 and bf16 are cast)"
+            )
+            out.problems.append((meta.name, text))
+            break
+        count = meta.numel
+        read = counter.read.get(meta.name, 0)
+        shared = any(target.rpartition(".")[0] in padded for target in targets)
+        least = count if tensor_parallel_size == 1 else -(-count // tensor_parallel_size)
+        if 0 < read < least and not (shared and tensor_parallel_size > 1):
+            text = (
+                f"shape mismatch at {meta.name!r}: offered {meta}, of which vLLM would use {read:,} of "
+                f"{count:,} elements for {', '.join(targets)}"
+            )
+            out.problems.append((meta.name, text))
+
+
 def _account(
-    model: torch.nn.Module,
     shadow: torch.nn.Module,
     counter: _Counter,
     out: DryRun,

@@ -168,8 +168,8 @@ class VLLMServer(WorkerClient):
         text = response.text
         if response.status_code == 404:
             raise ConfigError(
-                f"{where}: 404. The server needs VLLM_SERVER_DEV_MODE=1 in its environment (vLLM 0.32 or "
-                "one with the same routes)"
+                f"{where}: 404. If this is a vLLM server (0.32, or one with the same routes), it needs "
+                "VLLM_SERVER_DEV_MODE=1 in its environment"
             )
         if response.status_code in (401, 403):
             raise ConfigError(f"{where}: {response.status_code}, access refused: {_short(text)}")

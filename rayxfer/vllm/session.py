@@ -80,7 +80,12 @@ class VLLMSession(WorkerSession):
         staged, verify = self._config.load_mode == "staged", self._config.verify == "digest"
         if not checkpoint_format:
             return ModuleLoader(self.reload.model, staged=staged, verify=verify)
-        loader = VLLMLoader(self.reload, tied_head=self._tied_head, quantized=self._quantized)
+        loader = VLLMLoader(
+            self.reload,
+            tied_head=self._tied_head,
+            quantized=self._quantized,
+            tensor_parallel_size=self._worker.vllm_config.parallel_config.tensor_parallel_size,
+        )
         return StagedLoader(loader) if staged else loader
 
     def _finish(self) -> None:
@@ -95,9 +100,12 @@ class VLLMLoader(WeightLoader):
     False). What an offer would do is known beforehand: see `rayxfer.vllm.dry_run`.
     """
 
-    def __init__(self, reload: Reload, *, tied_head: bool, quantized: bool) -> None:
+    def __init__(
+        self, reload: Reload, *, tied_head: bool, quantized: bool, tensor_parallel_size: int = 1
+    ) -> None:
         self._reload = reload
         self._tied_head, self._quantized = tied_head, quantized
+        self._tensor_parallel_size = tensor_parallel_size
         self._names: list[str] = []
         self._expected: DryRun | None = None
         self._returned: set[str] | None = set()
@@ -121,12 +129,21 @@ class VLLMLoader(WeightLoader):
         if memo.get("offer") is not metadata:
             memo["offer"] = metadata
             with self._reload.context():
-                memo["dry"] = dry_run(self._reload.model, metadata, tied_head=self._tied_head)
+                memo["dry"] = dry_run(
+                    self._reload.model,
+                    metadata,
+                    tied_head=self._tied_head,
+                    quantized=self._quantized,
+                    tensor_parallel_size=self._tensor_parallel_size,
+                )
         dry: DryRun = memo["dry"]
         self._expected = dry
-        if dry.problem is not None:
-            out.add(dry.name, f"vLLM does not take {dry.name!r}: {dry.problem}")
-        elif dry.known:
+        for name, text in dry.problems:
+            out.add(name, text)
+        out.casts = dict(dry.casts)
+        if out.problems:
+            return out
+        if dry.known:
             self._check_missing(out, dry, partial)
         elif partial:
             out.add(

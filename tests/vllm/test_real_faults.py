@@ -62,6 +62,36 @@ def wrong_shape(offer: dict[str, torch.Tensor]) -> None:
     offer[Q] = offer[Q][:-1].clone()
 
 
+def too_long(offer: dict[str, torch.Tensor]) -> None:
+    """vLLM would cut it to size without a word."""
+    offer[Q] = torch.cat([offer[Q], offer[Q]])
+
+
+def too_wide(offer: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.0.mlp.down_proj.weight"
+    offer[name] = torch.cat([offer[name], offer[name]], dim=1)
+
+
+def more_words(offer: dict[str, torch.Tensor]) -> None:
+    name = "model.embed_tokens.weight"
+    offer[name] = torch.cat([offer[name], offer[name][:20]])
+
+
+def integers(offer: dict[str, torch.Tensor]) -> None:
+    offer[Q] = offer[Q].to(torch.int64)
+
+
+def eight_bits(offer: dict[str, torch.Tensor]) -> None:
+    offer["model.norm.weight"] = offer["model.norm.weight"].to(torch.float8_e4m3fn)
+
+
+def several(offer: dict[str, torch.Tensor]) -> None:
+    wrong_shape(offer)
+    offer["model.norm.wait"] = offer.pop("model.norm.weight")
+    integers_elsewhere = "model.layers.1.mlp.up_proj.weight"
+    offer[integers_elsewhere] = offer[integers_elsewhere].to(torch.int32)
+
+
 def missing_part(offer: dict[str, torch.Tensor]) -> None:
     del offer["model.layers.1.self_attn.v_proj.weight"]
 
@@ -79,6 +109,12 @@ def missing_norm(offer: dict[str, torch.Tensor]) -> None:
     [
         (wrong_name, r"self_attn\.query"),
         (wrong_shape, r"q_proj\.weight"),
+        (too_long, r"shape mismatch at .*q_proj\.weight.*\[256, 128\]"),
+        (too_wide, r"shape mismatch at .*down_proj\.weight"),
+        (more_words, r"embed_tokens.*120, 128.*assert"),
+        (integers, r"dtype mismatch at .*q_proj\.weight.*bfloat16.*int64"),
+        (eight_bits, r"dtype mismatch at 'model\.norm\.weight'.*float8"),
+        (several, r"(?s)q_proj\.weight.*norm\.wait.*up_proj\.weight"),
         (missing_part, r"layers\.1\.self_attn\.qkv_proj\.weight.*elements would be written"),
         (missing_bias, r"layers\.1\.self_attn\.qkv_proj\.bias"),
         (missing_norm, r"model\.norm\.weight"),
@@ -134,7 +170,10 @@ def test_several_dtypes_in_one_bucket(
         name: p.detach().float() if "norm" in name or name.endswith("bias") else p.detach()
         for name, p in model.named_parameters()
     }
-    controller.sync_weights(MappingSource(offer))
+    report = controller.sync_weights(MappingSource(offer))
+    casts = report.workers[0].casts
+    assert casts["model.norm.weight"] == "float32 -> bfloat16"
+    assert set(casts) == {name for name in offer if "norm" in name or name.endswith("bias")}
     assert ask(worker) == fresh(save(model, tmp_path / "24"))
     controller.shutdown()
 
