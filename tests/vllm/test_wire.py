@@ -86,6 +86,7 @@ def test_what_is_not_plain_is_refused(value: object) -> None:
         '{"a": {"__bytes__": 3}}',
         '{"a": {"__bytes__": "$$"}}',
         '{"a": {"__error__": {}}}',
+        '{"a": {"__error__": 3}}',
         '{"a": {"__error__": {"class": "SystemExit"}}}',
         '{"a": {"__error__": {"class": "os.system", "message": "x"}}}',
         "[" * 100_000,
