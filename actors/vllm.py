@@ -234,7 +234,8 @@ def _prepare_environment(engines: dict[str, str]) -> None:
     """What vLLM's processes will read. Has to come before vLLM is imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     named = ",".join(f"{name}={target}" for name, target in engines.items())
-    os.environ[ENGINES_VARIABLE] = named
+    given = os.environ.get(ENGINES_VARIABLE, "")
+    os.environ[ENGINES_VARIABLE] = ",".join(filter(None, [named, given]))  # the first one counts
     os.environ[REBUILT_VARIABLE] = "1" if reconstructed() else "0"
     # vLLM's processes are started afresh: they have to find rayxfer where this one did
     here = str(Path(rayxfer.__file__).parent.parent)

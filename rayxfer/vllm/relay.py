@@ -120,7 +120,8 @@ class Relay:
         if op == "update":
             return self._update(message, until)
         if op == "commit":
-            key = ("commit", message["round_id"])
+            # every controller counts its rounds from one
+            key = ("commit", message.get("controller_id"), message["round_id"])
             return self._drive(key, lambda: self._commit(message), until)
         if op == "abort":
             return self._abort(message, until)
@@ -149,7 +150,7 @@ class Relay:
     # ---- inside --------------------------------------------------------------------------------
 
     def _update(self, message: dict[str, Any], until: float) -> dict[str, Any]:
-        key = (message["round_id"], message.get("attempt", 0))
+        key = (message.get("controller_id"), message["round_id"], message.get("attempt", 0))
         settings = self._known_settings()
         if settings.load_mode == "in_place" and self._paused_for != key:
             paused = self._drive(("pause", *key), lambda: self._pause(settings, key), until)
@@ -210,9 +211,10 @@ class Relay:
 
     def _abort(self, message: dict[str, Any], until: float) -> dict[str, Any]:
         round_id = message.get("round_id")
+        whose = (message.get("controller_id"), round_id)
         with self._lock:
             task = self._task
-            pausing = task is not None and task.key[:2] == ("pause", round_id)
+            pausing = task is not None and task.key[:3] == ("pause", *whose)
             if task is not None and pausing:
                 self._called_off.append(task.key[1:])
         if task is not None and pausing and not task.done.is_set():
@@ -223,8 +225,8 @@ class Relay:
                     if self._task is task:
                         self._task = None
         # where it was paused through another relay, the open round tells
-        paused_for = (self._paused_for or (None,))[0]
-        mine = round_id is not None and round_id in (paused_for, self._open_round())
+        paused = self._paused_for is not None and self._paused_for[:2] == whose
+        mine = paused or (round_id is not None and round_id == self._open_round())
         answer = self._ask("abort", message, until)
         if mine:
             self._resume_ready()

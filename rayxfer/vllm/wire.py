@@ -33,7 +33,14 @@ def decode(text: str) -> dict[str, Any]:
     """
     try:
         message = _unpack(json.loads(text))
-    except (ValueError, TypeError, KeyError, binascii.Error, RecursionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        binascii.Error,
+        RecursionError,
+    ) as error:
         raise ContractError(f"not a message of rayxfer's: {error}") from error
     if not isinstance(message, dict):
         raise ContractError(f"not a message of rayxfer's: a {type(message).__name__}")

@@ -21,6 +21,7 @@ from rayxfer import (
     StateError,
     TransferError,
     TransferTimeout,
+    WeightSource,
     WeightTransferConfig,
 )
 from rayxfer.client import WorkerClient, spawn
@@ -410,3 +411,30 @@ def test_a_staged_commit_that_cannot_pause_is_torn() -> None:
     assert report.workers[0].state == "READY"
     sender.close()
     coordinator.close()
+
+
+@pytest.mark.parametrize("load_mode", ["in_place", "staged"])
+def test_the_next_controller_counts_its_rounds_from_one_again(load_mode: str) -> None:
+    """Neither its pause nor its commit is taken for done because another's of that number was."""
+    one = StandIn(1)
+    for seed in (1, 2):
+        config = WeightTransferConfig(backend="shm", load_mode=load_mode)
+        coordinator, sender = connected([one], config)
+        with pytest.raises(TransferError, match="nothing to read"):
+            sender.sync(_Unreadable(), version=None, partial=False)
+        one.log.clear()
+        sender.sync(as_source(tiny(seed)), version=None, partial=False)
+        assert one.log.count("pause keep") == 1
+        assert_same_bytes(one.models[0].state_dict(), tiny(seed).state_dict())
+        assert one.sessions[0]._round is None
+        sender.close()
+        coordinator.close()
+
+
+class _Unreadable(WeightSource):
+    def metadata(self) -> Any:
+        return as_source(tiny(1)).metadata()
+
+    def __iter__(self) -> Any:
+        raise RuntimeError("nothing to read")
+        yield
