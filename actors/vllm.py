@@ -297,7 +297,7 @@ class _Offline:
                     continue
             with self._turn:
                 while self._waiting:
-                    self._turn.wait()
+                    self._turn.wait(1.0)
             try:
                 with self._gate.step(self._gate.ticket(), float("inf")), self._lock:
                     outputs = self._engine.step()
