@@ -40,6 +40,18 @@ class Completion:
     finish_reason: str = "length"
 
 
+def check_request(
+    prompt_token_ids: Sequence[Sequence[int]], max_new_tokens: int, temperature: float
+) -> None:
+    """Raise ConfigError for what no worker can generate from."""
+    if not prompt_token_ids or not all(prompt_token_ids):
+        raise ConfigError("prompt_token_ids: expected a non-empty list of non-empty lists of ids")
+    if max_new_tokens < 1 or temperature < 0:
+        raise ConfigError(
+            f"max_new_tokens={max_new_tokens}, temperature={temperature}: expected >= 1 and >= 0"
+        )
+
+
 class Generator:
     """Generates under a `Gate`.
 
@@ -75,14 +87,7 @@ class Generator:
             ConfigError: bad arguments. TransferTimeout: `timeout_s` passed while the weights were
                 being updated. StateError: this worker refuses, or was shut down.
         """
-        if not prompt_token_ids or not all(prompt_token_ids):
-            raise ConfigError(
-                "prompt_token_ids: expected a non-empty list of non-empty lists of ids"
-            )
-        if max_new_tokens < 1 or temperature < 0:
-            raise ConfigError(
-                f"max_new_tokens={max_new_tokens}, temperature={temperature}: expected >= 1 and >= 0"
-            )
+        check_request(prompt_token_ids, max_new_tokens, temperature)
         deadline = time.monotonic() + timeout_s
         groups: dict[int, list[int]] = {}
         for index, prompt in enumerate(prompt_token_ids):

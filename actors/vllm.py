@@ -23,7 +23,7 @@ import torch
 
 import rayxfer
 from actors.gate import Gate, RequestAborted
-from actors.generation import Completion
+from actors.generation import Completion, check_request
 from actors.inference import CONCURRENCY_GROUPS
 from rayxfer.client import reconstructed
 from rayxfer.errors import BackendUnavailable, ConfigError, StateError, TransferTimeout
@@ -103,14 +103,7 @@ class VLLMWorker(WorkerMixin):
             ConfigError: bad arguments. TransferTimeout: `timeout_s` passed. StateError: this worker
                 refuses, or was shut down.
         """
-        if not prompt_token_ids or not all(prompt_token_ids):
-            raise ConfigError(
-                "prompt_token_ids: expected a non-empty list of non-empty lists of ids"
-            )
-        if max_new_tokens < 1 or temperature < 0:
-            raise ConfigError(
-                f"max_new_tokens={max_new_tokens}, temperature={temperature}: expected >= 1 and >= 0"
-            )
+        check_request(prompt_token_ids, max_new_tokens, temperature)
         if self._refusal is not None:
             raise StateError(self._refusal)
         from vllm import SamplingParams

@@ -38,7 +38,7 @@ from rayxfer.loader import FuseRule, ModuleLoader, OpaqueLoader, StagedLoader, W
 from rayxfer.metadata import ParamMeta, dtype_name, metadata_digest, metadata_from_wire
 from rayxfer.report import WorkerState
 from rayxfer.source import ModuleSource, Rename, WeightSource, named_tensors
-from rayxfer.threads import gpu_of_this_thread
+from rayxfer.tasks import Task
 from rayxfer.topology import local_facts
 
 __all__ = ["Binding", "RoundAborted", "WorkerSession"]
@@ -90,33 +90,6 @@ class Binding:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"the bound model is a {type(model).__name__}, not an nn.Module")
         return model
-
-
-class _Task:
-    """One long operation in its own thread; others wait for slices of it."""
-
-    def __init__(self, key: tuple[Any, ...], function: Callable[[], dict[str, Any]]) -> None:
-        self.key = key
-        self.done = threading.Event()
-        self.result: dict[str, Any] = {}
-        self._function = function
-        self._take_over_gpu = gpu_of_this_thread()
-        self.thread = threading.Thread(target=self._run, name=f"rayxfer-{key[0]}", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._take_over_gpu()
-            self.result = self._function()
-        except RayxferError as error:
-            self.result = {"error": error}
-        except BaseException as error:
-            text = f"{self.key[0]} failed: {type(error).__name__}: {error}"
-            self.result = {
-                "error": TransferError(text, phase=self.key[0], cause=portable_cause(error))
-            }
-        finally:
-            self.done.set()
 
 
 @dataclass
@@ -286,7 +259,7 @@ class WorkerSession:
     def __init__(self, binding: Binding, *, caught_up: bool = True) -> None:
         self._binding = binding
         self._lock = threading.RLock()
-        self._task: _Task | None = None
+        self._task: Task | None = None
         self._engine: WeightTransferEngine[Any, Any] | None = None
         self._engine_lock = threading.Lock()
         self._session_id: str | None = None
@@ -888,7 +861,7 @@ class WorkerSession:
                 if current is not None and (self._round is not current or current.aborted.is_set()):
                     raise StateError(f"round {current.round_id} is over on this worker")
                 if task is None or task.done.is_set():
-                    task = self._task = _Task(key, function)
+                    task = self._task = Task(key, function)
                     break
             if not task.done.wait(max(0.0, until - time.monotonic())):
                 return self._progress()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rayxfer.errors import ContractError, RayxferError, StateError, TransferError, portable_cause
 from rayxfer.report import WorkerState
+from rayxfer.tasks import Task
 
 __all__ = ["Controls", "Relay"]
 
@@ -52,32 +53,6 @@ class _Settings:
     cache_policy: str = "reset"
 
 
-class _Task:
-    """Something long, waited for in slices."""
-
-    def __init__(self, key: tuple[Any, ...], function: Callable[[], dict[str, Any]]) -> None:
-        self.key = key
-        self.done = threading.Event()
-        self.answer: dict[str, Any] = {}
-        self._function = function
-        threading.Thread(target=self._run, name=f"rayxfer-{key[0]}", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self.answer = {"done": True, **self._function()}
-        except RayxferError as error:
-            self.answer = {"done": True, "error": error}
-        except BaseException as error:
-            text = f"{self.key[0]} failed: {type(error).__name__}: {error}"
-            cause = portable_cause(error)
-            self.answer = {
-                "done": True,
-                "error": TransferError(text, phase=self.key[0], cause=cause),
-            }
-        finally:
-            self.done.set()
-
-
 class Relay:
     """Takes the messages that a `WorkerSession` takes.
 
@@ -96,7 +71,7 @@ class Relay:
     ) -> None:
         self._rpc, self._controls, self._on_state = rpc, controls, on_state
         self._settings: _Settings | None = None
-        self._task: _Task | None = None
+        self._task: Task | None = None
         self._paused_for: tuple[Any, ...] | None = None
         self._called_off: deque[tuple[Any, ...]] = deque(maxlen=16)
         self._asleep = self._resting = False
@@ -156,6 +131,8 @@ class Relay:
             paused = self._drive(("pause", *key), lambda: self._pause(settings, key), until)
             if not paused["done"] or "error" in paused:
                 return paused
+            if key in self._called_off:  # by an abort, which may not have reached the workers yet
+                raise StateError(f"round {message['round_id']} is over on this worker")
         return self._ask("update", message, until)
 
     def _pause(self, settings: _Settings, key: tuple[Any, ...] | None) -> dict[str, Any]:
@@ -270,16 +247,16 @@ class Relay:
             if task is None or task.key != key:
                 if task is not None and not task.done.is_set():
                     raise StateError(f"{task.key[0]} is still under way on this worker")
-                task = self._task = _Task(key, function)
+                task = self._task = Task(key, function)
         if not task.done.wait(max(0.0, until - time.monotonic())):
             # waiting for vLLM: not a stall, and nothing to tell yet
             idle = {"acked": 0, "num_bytes": 0, "name": None, "failed": None}
             return {"done": False, "busy": True, "at": time.monotonic(), **idle}
-        if "error" in task.answer:
+        if "error" in task.result:
             with self._lock:
                 if self._task is task:
                     self._task = None
-        return task.answer
+        return {"done": True, **task.result}
 
     def _ask(self, op: str, message: dict[str, Any], until: float) -> dict[str, Any]:
         """One message, in slices short enough for vLLM's engine core, until `until`."""

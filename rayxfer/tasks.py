@@ -1,0 +1,55 @@
+"""One long operation in a thread of its own, which others wait for in slices."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rayxfer.errors import RayxferError, TransferError, portable_cause
+
+__all__ = ["Task"]
+
+
+class Task:
+    """Starts at once.
+
+    Attributes:
+        key: what it is; its first part names the operation.
+        done: set at its end.
+        result: what `function` returned, or `{"error": …}`.
+    """
+
+    def __init__(self, key: tuple[Any, ...], function: Callable[[], dict[str, Any]]) -> None:
+        self.key = key
+        self.done = threading.Event()
+        self.result: dict[str, Any] = {}
+        self._function = function
+        self._take_over_gpu = _gpu()
+        self.thread = threading.Thread(target=self._run, name=f"rayxfer-{key[0]}", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._take_over_gpu()
+            self.result = self._function()
+        except RayxferError as error:
+            self.result = {"error": error}
+        except BaseException as error:
+            text = f"{self.key[0]} failed: {type(error).__name__}: {error}"
+            self.result = {
+                "error": TransferError(text, phase=self.key[0], cause=portable_cause(error))
+            }
+        finally:
+            self.done.set()
+
+
+def _gpu() -> Callable[[], None]:
+    """For the new thread to be on the caller's GPU. Without torch (the controller's process, which is not
+    to load it for this) there is none."""
+    if "torch" not in sys.modules:
+        return lambda: None
+    from rayxfer.threads import gpu_of_this_thread
+
+    return gpu_of_this_thread()
