@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -273,6 +274,27 @@ def test_a_peer_that_is_lost_is_said_in_nccls_words(load: Any) -> None:
     with pytest.raises(TransferError, match="remote process exited"):
         comm.idle()
     comm.abort()
+
+
+def test_a_library_that_torch_has_not_loaded_is_taken_from_nvidias_wheel(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stubbed = ctypes.CDLL
+    asked: list[str] = []
+
+    def only_by_path(name: str) -> ctypes.CDLL:
+        asked.append(name)
+        if "/" not in name:
+            raise OSError(f"{name}: cannot open shared object file")
+        return stubbed("libnccl.so.2")
+
+    (tmp_path / "nvidia" / "nccl").mkdir(parents=True)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(ctypes, "CDLL", only_by_path)
+    assert nccl_library.NcclLibrary().version == (2, 27, 3)
+    assert asked == ["libnccl.so.2", str(tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2")]
 
 
 def test_without_the_library_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
