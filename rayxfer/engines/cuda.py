@@ -196,12 +196,17 @@ class _CudaReady(Ready):
     def handle(self) -> bytes:
         return self._handle
 
-    def record(self) -> None:
+    def record(self) -> bool:
         stream = torch.cuda.current_stream(self._device)
-        if self._handle:
-            self._event.record(stream)
-        else:
+        # Two processes take turns on a GPU, so an event costs two changes between them. A trainer that
+        # sends what lies there has nothing queued.
+        if stream.query():
+            return False
+        if not self._handle:
             stream.synchronize()
+            return False
+        self._event.record(stream)
+        return True
 
     def wait(self) -> None:
         self._event.wait(torch.cuda.current_stream(self._device))
