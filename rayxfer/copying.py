@@ -62,7 +62,7 @@ def copy_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) ->
 
 def copy_bits(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     """One batched call, on whole numbers: CUDA's takes a NaN of 16 or 8 bits through float32, which
-    gives it other bits, and refuses the rarer dtypes."""
+    gives it other bits (pytorch issue 159333), and refuses the rarer dtypes."""
     torch._foreach_copy_([_bits(one) for one in targets], [_bits(one) for one in values])
 
 
