@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import pathlib
@@ -127,6 +128,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=pathlib.Path, default=pathlib.Path("gpu_check.json"))
     parser.add_argument("--doubles", action="store_true", help="no GPU: run on the doubles, small")
     options = parser.parse_args(argv)
+    missing = [name for name in ("numpy", "xxhash") if importlib.util.find_spec(name) is None]
+    if missing:  # now, not one check after the other
+        print(f"rayxfer needs {' and '.join(missing)}: not installed in {sys.executable}")
+        return 1
     deadline = time.monotonic() + options.budget_s
 
     if options.doubles:

@@ -16,7 +16,7 @@ from benchmarks.gpu_stage import (
     Weights,
     build_weights,
     compare,
-    held,
+    digests,
     layer_shapes,
     plan_for,
     receive_rounds,
@@ -167,7 +167,7 @@ def measure(stage: Stage, left_s: Callable[[], float]) -> tuple[list[dict[str, A
             add(name, seconds)
         for form in ("direct", "staged"):
             add(form, _engine(stage, model, worker, form))
-            compare(model, worker.run(held, _few(shapes)))
+            compare(model, worker.run(digests, _few(shapes)))
         add("sync_weights, verify off", _whole_calls(stage, model, worker, "off", 5))
         if left_s() > _BATCH_LIMIT_S:
             add("sync_weights, verify on", _whole_calls(stage, model, worker, "digest", 1))

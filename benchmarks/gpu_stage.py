@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from rayxfer import WeightTransferEngineFactory
 from rayxfer.base import SessionPlan
 from rayxfer.config import ParallelConfig, WeightTransferConfig
+from rayxfer.copying import copy_all
+from rayxfer.digest import digest
 from rayxfer.engines.device import Device
 from rayxfer.session import Binding
 from rayxfer.source import named_tensors
@@ -137,7 +139,7 @@ class Weights(torch.nn.Module):
 def layer_shapes(total_bytes: int) -> list[tuple[str, tuple[int, ...]]]:
     """A decoder's layers (grouped-query attention, gated feed-forward) up to about `total_bytes` of
     bf16; narrower where that is little."""
-    hidden = 4096 if total_bytes >= 4 * GIB else 1024 if total_bytes >= GIB // 2 else 64
+    hidden = 4096 if total_bytes >= 4 * GIB else 1024 if total_bytes >= GIB // 4 else 64
     shapes: list[tuple[str, tuple[int, ...]]] = [("embed", (32 * hidden, hidden))]
     total = 2 * 32 * hidden * hidden
     layer = 0
@@ -205,11 +207,12 @@ def build_slow(shapes: list[tuple[str, tuple[int, ...]]], on: str) -> Binding:
     return Binding(model, load_weights=load)
 
 
-def compare(model: torch.nn.Module, found: dict[str, bytes]) -> None:
-    """Fail unless a worker holds what the trainer has, bit for bit."""
+def compare(model: torch.nn.Module, found: Mapping[str, bytes | int]) -> None:
+    """Fail unless a worker holds what the trainer has, bit for bit (or digest for digest)."""
     tensors = named_tensors(model)
     for name, data in found.items():
-        if data != raw_bytes(tensors[name]):
+        ours = raw_bytes(tensors[name]) if isinstance(data, bytes) else digest(tensors[name])
+        if data != ours:
             raise Failed(f"{name} holds other bytes at a worker")
     if not found:
         raise Failed("nothing was compared")
@@ -221,6 +224,12 @@ def compare(model: torch.nn.Module, found: dict[str, bytes]) -> None:
 def held(model: torch.nn.Module, names: set[str] | None = None) -> dict[str, bytes]:
     tensors = named_tensors(model)
     return {name: raw_bytes(t) for name, t in tensors.items() if names is None or name in names}
+
+
+def digests(model: torch.nn.Module, names: set[str]) -> dict[str, int]:
+    """As `held`, where bytes would be too many to send."""
+    tensors = named_tensors(model)
+    return {name: digest(tensors[name]) for name in names}
 
 
 def poisoned(model: torch.nn.Module) -> None:
@@ -261,7 +270,7 @@ def receive_rounds(
         copies_only = True
 
         def __call__(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-            torch._foreach_copy_([targets[n] for n, _ in weights], [t for _, t in weights])
+            copy_all([targets[n] for n, _ in weights], [t for _, t in weights])
 
     engine.init_transfer_engine(engine.parse_init_info(init_info))
     typed = engine.parse_update_info(update_info)

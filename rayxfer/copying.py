@@ -9,14 +9,74 @@ many threads to work in every process of the host as it has cores, and they wait
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-__all__ = ["Hasher", "copy_bytes", "is_memory"]
+__all__ = ["Hasher", "copy_all", "copy_bits", "copy_bytes", "is_memory"]
 
 PIECE_BYTES = 512 << 10
 _Piece = ctypes.c_char * PIECE_BYTES
+
+
+_ALONE_BYTES = 32 << 20
+_MANY = 256
+_EXACT = frozenset(
+    (
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    )
+)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def copy_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy each value into its target, of the same dtype and shape, bit for bit: all in one call, but
+    for what is large and on a GPU. That is left to CUDA's own copy, one each.
+
+    Where there are many, they are small, and are not even looked at.
+    """
+    if not targets:
+        return
+    if not targets[0].is_cuda:
+        torch._foreach_copy_(list(targets), list(values))
+        return
+    if len(targets) < _MANY:
+        large = {i for i, value in enumerate(values) if value.nbytes >= _ALONE_BYTES}
+        for i in large:
+            targets[i].copy_(values[i])
+        if large:
+            targets = [target for i, target in enumerate(targets) if i not in large]
+            values = [value for i, value in enumerate(values) if i not in large]
+    if targets:
+        copy_bits(targets, values)
+
+
+def copy_bits(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """One batched call, on whole numbers: CUDA's takes a NaN of 16 or 8 bits through float32, which
+    gives it other bits (pytorch issue 159333), and refuses the rarer dtypes."""
+    torch._foreach_copy_([_bits(one) for one in targets], [_bits(one) for one in values])
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as whole numbers where that makes a difference. Kept with the tensor."""
+    if tensor.dtype in _EXACT:
+        return tensor
+    kept: torch.Tensor | None = getattr(tensor, "_rayxfer_bits", None)
+    if kept is None or kept.data_ptr() != tensor.data_ptr() or kept.shape != tensor.shape:
+        # no view, which would keep its base alive, and that it
+        kept = torch.empty(0, dtype=_BITS[tensor.element_size()], device=tensor.device)
+        kept.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        tensor._rayxfer_bits = kept  # type: ignore[attr-defined]
+    return kept
 
 
 def is_memory(tensor: torch.Tensor) -> bool:

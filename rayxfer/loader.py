@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rayxfer.copying import copy_bytes, is_memory
+from rayxfer.copying import copy_all, copy_bytes, is_memory
 from rayxfer.digest import digest, digest_many
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, dtype_name
@@ -475,8 +475,7 @@ class ModuleLoader(WeightLoader):
                         place.delivered, place.expected = digest(tensor), digest(cast)
                     _write(place, cast)
                 self._written.add(index)
-            if plain_targets:  # one call for a whole bucket of small tensors
-                torch._foreach_copy_(plain_targets, plain_values)
+            copy_all(plain_targets, plain_values)  # a whole bucket of small tensors
 
     def commit(self) -> None:
         if not self._stage:

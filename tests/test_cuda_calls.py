@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -116,7 +117,8 @@ def test_memory_is_found_exported_and_given_back(device: StubbedDevice) -> None:
     memory.copy_(torch.arange(1000).to(torch.uint8))
     block = device.block_of(memory[100:200])
     assert block is not None
-    assert (block.base, block.num_bytes) == (memory.data_ptr(), 1000)
+    page = 2 << 20  # never a part of a page that other allocations are on
+    assert (block.base, block.num_bytes) == (memory.data_ptr(), page)
     assert device.lives(block)
     handle = device.export(block)
     assert len(handle) == HANDLE_BYTES
@@ -124,8 +126,8 @@ def test_memory_is_found_exported_and_given_back(device: StubbedDevice) -> None:
     opened = device.open(handle, 1000)
     assert torch.equal(opened.memory, memory)
     device.close(opened)
-    with pytest.raises(TransferError, match="1001 bytes was announced, 1000 are there"):
-        device.open(handle, 1001)
+    with pytest.raises(TransferError, match=f"{page + 1} bytes was announced, {page} are"):
+        device.open(handle, page + 1)
     assert device.counts.opens == device.counts.closes == 2
     device.free(memory)
     assert not device.lives(block)
@@ -156,7 +158,11 @@ def test_a_handle_of_another_process_is_mapped_once_and_unmapped_with_its_last_u
 
 
 def test_what_cuda_ipc_cannot_export_is_not_taken(device: StubbedDevice) -> None:
-    assert device.block_of(device.allocate(4242)) is None  # the stub's sign for it
+    for num_bytes, taken in (((4 << 20) + 4242, False), (4 << 20, True), (64 << 10, False)):
+        out = ctypes.c_uint64()
+        device._driver.call("cuMemAlloc_v2", ctypes.byref(out), num_bytes)
+        found = device.block_of(device._view(out.value, num_bytes))
+        assert (found is not None) == taken
 
 
 def test_errors_have_cudas_names(device: StubbedDevice) -> None:
@@ -268,6 +274,27 @@ def test_a_peer_that_is_lost_is_said_in_nccls_words(load: Any) -> None:
     with pytest.raises(TransferError, match="remote process exited"):
         comm.idle()
     comm.abort()
+
+
+def test_a_library_that_torch_has_not_loaded_is_taken_from_nvidias_wheel(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stubbed = ctypes.CDLL
+    asked: list[str] = []
+
+    def only_by_path(name: str) -> ctypes.CDLL:
+        asked.append(name)
+        if "/" not in name:
+            raise OSError(f"{name}: cannot open shared object file")
+        return stubbed("libnccl.so.2")
+
+    (tmp_path / "nvidia" / "nccl").mkdir(parents=True)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(ctypes, "CDLL", only_by_path)
+    assert nccl_library.NcclLibrary().version == (2, 27, 3)
+    assert asked == ["libnccl.so.2", str(tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2")]
 
 
 def test_without_the_library_it_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -120,3 +121,11 @@ def test_shapes_are_those_of_a_decoder() -> None:
         total = sum(2 * torch.Size(shape).numel() for _, shape in shapes)
         assert size <= total < 1.8 * size or size == 1 << 20
         assert len({name for name, _ in shapes}) == len(shapes)
+
+
+def test_a_missing_package_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert gpu_check.main(["--doubles"]) == 1
+    assert "needs numpy and xxhash" in capsys.readouterr().out

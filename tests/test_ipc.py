@@ -355,6 +355,18 @@ def test_ready_is_recorded_before_and_waited_for_after_each_frame(device: Double
         assert seen.count("wait") <= seen.count("record")
 
 
+@pytest.mark.parametrize("form", ["auto", "staged"])
+def test_nobody_waits_for_what_is_done_already(device: DoubleDevice, form: str) -> None:
+    device.busy = False
+    model, receiver = device.place(net()), poisoned_net()
+    settings = config(bucket_size_bytes=5000, init_info={"form": form})
+    with LocalController([receiver], settings) as controller:
+        controller.sync_weights(model)
+    assert_same_bytes(model.state_dict(), receiver.state_dict())
+    assert device.log.count("record") > 2
+    assert "wait" not in device.log
+
+
 # --- devices and settings -------------------------------------------------------------------
 
 GPU_A, GPU_B = "cuda:aaaa-1", "cuda:bbbb-2"

@@ -125,7 +125,7 @@ def next_tensor(iterator: Iterator[tuple[str, torch.Tensor]], meta: ParamMeta) -
         name, tensor = next(iterator)
     except StopIteration:
         raise ContractError(f"the stream ended before {meta.name!r}", name=meta.name) from None
-    if name != meta.name or tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
+    if name != meta.name or tensor.dtype != meta.dtype or tensor.shape != meta.shape:
         raise ContractError(
             f"the stream yielded {name!r} {list(tensor.shape)}, metadata says {meta.name!r} {meta}",
             name=meta.name,

@@ -19,11 +19,16 @@ import torch
 from rayxfer.engines.device import HANDLE_BYTES, Block, Counts, Device, Lane, Mark, Opened, Ready
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
 from rayxfer.gpus import canonical_uuid
+from rayxfer.packing import align
 
 __all__ = ["CudaDevice", "cuda_device"]
 
 _BUFFER_ID, _LEGACY_IPC_CAPABLE = 7, 10  # CU_POINTER_ATTRIBUTE_…
 _LAZY_PEER_ACCESS = 1
+
+_PAGE_BYTES = 2 << 20
+"""What is smaller, the driver may cut from a page that it shares with other allocations. A handle then
+opens the whole page (CUDA's guide advises to share multiples of 2 MiB only)."""
 
 
 def cuda_device(uuid: str) -> CudaDevice:
@@ -191,12 +196,17 @@ class _CudaReady(Ready):
     def handle(self) -> bytes:
         return self._handle
 
-    def record(self) -> None:
+    def record(self) -> bool:
         stream = torch.cuda.current_stream(self._device)
-        if self._handle:
-            self._event.record(stream)
-        else:
+        # Two processes take turns on a GPU, so an event costs two changes between them. A trainer that
+        # sends what lies there has nothing queued.
+        if stream.query():
+            return False
+        if not self._handle:
             stream.synchronize()
+            return False
+        self._event.record(stream)
+        return True
 
     def wait(self) -> None:
         self._event.wait(torch.cuda.current_stream(self._device))
@@ -247,6 +257,8 @@ class CudaDevice(Device):
             if not self._driver.exportable(address):
                 return None
             base, num_bytes = self._driver.range_of(address)
+            if num_bytes < _PAGE_BYTES:  # torch's segments never are, unless it caches nothing
+                return None
             if address + tensor.numel() * tensor.element_size() > base + num_bytes:
                 return None
             return Block(base, num_bytes, self._driver.identities([base])[0])
@@ -327,7 +339,7 @@ class CudaDevice(Device):
         self._driver.call(
             "cuMemAlloc_v2",
             ctypes.byref(out),
-            num_bytes,
+            align(max(1, num_bytes), _PAGE_BYTES),  # pages of its own
             what=f"no room for a staging buffer of {num_bytes} bytes",
         )
         self.counts.allocations += 1

@@ -140,9 +140,9 @@ class Ready(ABC):
         """HANDLE_BYTES of plain data for `Device.open_ready`; b"" where events cannot be shared."""
 
     @abstractmethod
-    def record(self) -> None:
-        """Everything that the current stream has queued by now. Where events cannot be shared,
-        returns only when that is done."""
+    def record(self) -> bool:
+        """Everything that the current stream has queued by now. Returns whether others have to `wait`:
+        not if all of that is done. Where events cannot be shared, returns only when it is."""
 
     @abstractmethod
     def wait(self) -> None:

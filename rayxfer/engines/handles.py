@@ -17,7 +17,16 @@ import torch
 from rayxfer.engines.device import HANDLE_BYTES, Block, Device, Opened
 from rayxfer.errors import ContractError
 
-__all__ = ["FRAME_BYTES", "MAX_TENSORS", "NOTHING", "Export", "Exports", "Frame", "Imports"]
+__all__ = [
+    "FRAME_BYTES",
+    "MAX_TENSORS",
+    "NOTHING",
+    "NO_EVENT",
+    "Export",
+    "Exports",
+    "Frame",
+    "Imports",
+]
 
 FRAME_BYTES = 128 << 10
 MAX_TENSORS = 1024
@@ -30,6 +39,9 @@ _HANDLE_WORDS = HANDLE_BYTES // 8
 
 NOTHING = (1 << 64) - 1
 """The export of a tensor without bytes."""
+
+NO_EVENT = (1 << 64) - 1
+"""The event of a frame that can be read at once."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +59,7 @@ class Frame:
 
     Attributes:
         first: place of its (first) tensor in the metadata.
-        event: which of the session's events to wait for before reading.
+        event: which of the session's events to wait for before reading, or NO_EVENT.
         places: (export, offset) of each tensor; of a part, just one.
         part: (start, length) in bytes of a part; None for whole tensors.
         opens, closes: blocks to open before, and to close (by number) before that.

@@ -12,7 +12,7 @@ import torch
 from rayxfer.base import LoadWeights, SessionPlan
 from rayxfer.engines.collective import Layouts, expect_end, next_tensor
 from rayxfer.engines.device import Device, Ready
-from rayxfer.engines.handles import MAX_TENSORS, NOTHING, Exports, Frame, Imports
+from rayxfer.engines.handles import MAX_TENSORS, NO_EVENT, NOTHING, Exports, Frame, Imports
 from rayxfer.engines.ring import RingWriter
 from rayxfer.errors import ContractError
 from rayxfer.packing import Bucket, Layout, Piece, align, as_bytes, plain, view_piece
@@ -217,10 +217,9 @@ class Writer:
     def _publish(self, frame: Frame, slot: torch.Tensor, hold: Any) -> None:
         channel = self._channel
         turn = channel.ring.turn
-        frame.event = turn
+        frame.event = turn if channel.events[turn].record() else NO_EVENT
         frame.opens, frame.closes = channel.exports.take_news()
         channel.held[turn] = hold  # until every worker has acknowledged
-        channel.events[turn].record()
         data = torch.frombuffer(bytearray(frame.encode()), dtype=torch.uint8)
         slot[: data.numel()].copy_(data)
         channel.ring.publish()
@@ -256,7 +255,7 @@ class Reader:
                 f"ipc: the sender's frame begins at tensor {frame.first}, {self._next} is next"
             )
         self._imports.news(frame, self._device.settle)
-        if self._events:
+        if self._events and frame.event != NO_EVENT:
             if frame.event >= len(self._events):
                 raise ContractError(f"ipc: the sender has no event {frame.event}")
             # no deadline: the stream waits, not this thread

@@ -8,8 +8,11 @@ comes, or dies, is left with `ncclCommAbort` at any moment and from any thread.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import importlib.util
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -43,6 +46,20 @@ class _Config(ctypes.Structure):
     )
 
 
+def _loaded() -> ctypes.CDLL:
+    """The library that torch has loaded (one name, one library); else the one of NVIDIA's wheel."""
+    try:
+        return ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        with contextlib.suppress(ImportError, OSError):
+            found = importlib.util.find_spec("nvidia.nccl")
+            for folder in (found and found.submodule_search_locations) or ():
+                return ctypes.CDLL(os.path.join(folder, "lib", "libnccl.so.2"))
+        raise BackendUnavailable(
+            f"backend 'nccl': this torch brings no libnccl.so.2 ({error})", cause=error
+        ) from error
+
+
 class NcclLibrary:
     """libnccl, as torch has loaded it.
 
@@ -51,12 +68,7 @@ class NcclLibrary:
     """
 
     def __init__(self) -> None:
-        try:
-            self._lib = ctypes.CDLL("libnccl.so.2")
-        except OSError as error:
-            raise BackendUnavailable(
-                f"backend 'nccl': this torch brings no libnccl.so.2 ({error})", cause=error
-            ) from error
+        self._lib = _loaded()
         pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         signatures: dict[str, list[Any]] = {
             "ncclGetVersion": [ctypes.POINTER(integer)],

@@ -79,8 +79,9 @@ class _Ready(Ready):
     def handle(self) -> bytes:
         return self._handle if self._device.shares_events else b""
 
-    def record(self) -> None:
+    def record(self) -> bool:
         self._device.log.append("record")
+        return self._device.busy
 
     def wait(self) -> None:
         self._device.log.append("wait")
@@ -106,6 +107,7 @@ class DoubleDevice(Device):
 
     Attributes:
         delay_s: how long after they were queued the device's copies are done.
+        busy: False: as if the current stream had nothing left to do when an event is recorded.
         shares_events: False: as on systems where events cannot be shared.
         exportable: False: as under an allocator whose memory cannot be exported (`allocate`'s can).
         open_now: handles that are open, as often as they are.
@@ -117,6 +119,7 @@ class DoubleDevice(Device):
         self.torch_device = torch.device("cpu")
         self.counts = Counts()
         self.delay_s = 0.0
+        self.busy = True
         self.shares_events = True
         self.exportable = True
         self.open_now: dict[bytes, int] = {}

@@ -63,7 +63,7 @@ int cuPointerGetAttribute(void *data, int attribute, u64 address) {
     int i = find(address);
     if (i < 0) return INVALID_VALUE;
     if (attribute == 7) *(u64 *)data = blocks[i].id;
-    else if (attribute == 10) *(unsigned char *)data = blocks[i].size != 4242;
+    else if (attribute == 10) *(unsigned char *)data = blocks[i].size % (1 << 20) != 4242;
     else return INVALID_VALUE;
     return 0;
 }
