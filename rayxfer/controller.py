@@ -379,13 +379,8 @@ class Controller:
         return report
 
     def _sync_trainers(self, handles: list[Any], version: int | None, partial: bool) -> SyncReport:
-        if len(handles) > 1:
-            raise ConfigError(
-                f"{len(handles)} trainer actors: a sync that several trainer ranks share is not built yet; "
-                "give the one that holds whole tensors (rank 0)"
-            )
         refs = [h.sync_weights.remote(self, version=version, partial=partial) for h in handles]
-        reports: list[SyncReport] = []
+        reports: list[SyncReport | None] = []
         errors: list[RayxferError] = []
         for index, ref in enumerate(refs):
             try:
@@ -393,9 +388,19 @@ class Controller:
                 reports.append(ray.get(ref))
             except Exception as error:
                 errors.append(_trainer_error(error, index))
+        made = [report for report in reports if report is not None]
+        if len(made) + sum(isinstance(error, ControllerBusy) for error in errors) > 1:
+            raise ConfigError(
+                f"{len(handles)} trainer actors, and more than one synced on its own: any of them may have "
+                "won (a sync that several ranks share is not built yet). Let rank 0 alone call sync_weights"
+            )
         if errors:
             raise errors[0]
-        return reports[0]
+        if not made:
+            raise ConfigError(
+                "no trainer actor returned a report: its sync_weights has to return it"
+            )
+        return made[0]
 
     def status(self) -> Status:
         """The committed version and every worker as last seen; answers during a sync, too.

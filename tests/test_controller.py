@@ -570,14 +570,28 @@ def test_no_tensor_passes_through_the_controller(
     assert sum(sizes) < 1 << 20
 
 
-def test_several_trainers_at_once_are_refused(ray_session: None) -> None:
-    """Each of them would sync on its own, one after the other, and any of them could win."""
+def test_several_trainers_that_each_sync_are_found_out(ray_session: None) -> None:
+    """One after the other, or one is told that it is busy: any of them may have won."""
     workers = plain_workers(1, lambda: torch.nn.Linear(2, 2))
     trainers = [
         TrainerActor.options(num_cpus=0).remote(lambda: torch.nn.Linear(2, 2)) for _ in "ab"
     ]
     controller = Controller(workers)
-    with pytest.raises(ConfigError, match="2 trainer actors"):
+    with pytest.raises(ConfigError, match="more than one synced on its own"):
         controller.sync_weights(trainers)
-    assert controller.status().version == 0
+    controller.shutdown()
+
+
+class Silent:
+    """Forgets to return the report."""
+
+    def sync_weights(self, controller: Any, *, version: Any = None, partial: bool = False) -> None:
+        controller.sync_weights(torch.nn.Linear(2, 2), version=version, partial=partial)
+
+
+def test_a_trainer_has_to_return_the_report(ray_session: None) -> None:
+    controller = Controller(plain_workers(1, lambda: torch.nn.Linear(2, 2)))
+    trainer = ray.remote(num_cpus=0)(Silent).remote()
+    with pytest.raises(ConfigError, match="has to return it"):
+        controller.sync_weights(trainer)
     controller.shutdown()

@@ -7,7 +7,7 @@ passes every message on to the session of each rank, and after the commit resets
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -20,6 +20,8 @@ from rayxfer.report import WorkerState
 from rayxfer.tasks import Task
 
 __all__ = ["Controls", "Relay"]
+
+logger = logging.getLogger(__name__)
 
 _SLICE_S = 0.05
 """Longest time that one message keeps vLLM's engine core from its other work."""
@@ -141,8 +143,7 @@ class Relay:
         except BaseException:
             # it may have been paused all the same, and nobody else would undo that
             if key is not None and self.state == WorkerState.READY:
-                with contextlib.suppress(Exception):
-                    self._resume()
+                _try(self._resume, "resume")
             raise
         with self._lock:
             over = key is not None and key in self._called_off
@@ -161,8 +162,7 @@ class Relay:
             except BaseException:
                 # The version is recorded, and is not live here.
                 self._ask("hold", {}, 0.0)
-                with contextlib.suppress(Exception):
-                    self._controls.pause("keep")
+                _try(lambda: self._controls.pause("keep"), "pause")
                 raise
         answer = self._ask("commit", message, time.monotonic() + _COMMIT_TIMEOUT_S)
         if not answer.get("done") or isinstance(answer.get("error"), RayxferError):
@@ -282,6 +282,14 @@ class Relay:
             changed, self.state = state != self.state, state
             if changed and self._on_state is not None:
                 self._on_state(state)
+
+
+def _try(function: Callable[[], Any], what: str) -> None:
+    """While another error is on its way: what fails beside it is told, not raised."""
+    try:
+        function()
+    except Exception:
+        logger.warning("vLLM could not %s after a failure", what, exc_info=True)
 
 
 _WORST = ("LOST", "TORN", "CONNECTING", "UPDATING", "READY")

@@ -69,4 +69,4 @@ def test_a_loader_that_writes_buffers_is_known(dry: object) -> None:
 def test_a_loader_that_looks_at_values_is_unknown_and_not_refused(dry: object) -> None:
     assert callable(dry)
     found = dry(Looking(), SHAPES)
-    assert (found.known, found.problem) == (False, None)
+    assert (found.known, found.problems) == (False, [])
