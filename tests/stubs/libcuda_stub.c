@@ -36,11 +36,12 @@ int cuCtxPopCurrent_v2(void **context) {
 }
 int cuMemAlloc_v2(u64 *address, size_t size) {
     IN_CONTEXT;
-    if (size > (1ULL << 40) || count == 4096) return 2;
-    blocks[count].base = (u64)calloc(1, size);
-    blocks[count].size = size;
-    blocks[count].id = 1000 + count;
-    *address = blocks[count++].base;
+    if (size > (1ULL << 40)) return 2;
+    int mine = __sync_fetch_and_add(&count, 1); /* called from several threads, as the driver is */
+    if (mine >= 4096) return 2;
+    blocks[mine].size = size;
+    blocks[mine].id = 1000 + mine;
+    *address = blocks[mine].base = (u64)calloc(1, size);
     return 0;
 }
 int cuMemFree_v2(u64 address) {
