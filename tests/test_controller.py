@@ -572,7 +572,7 @@ def test_no_tensor_passes_through_the_controller(
 
 def test_several_trainers_that_each_sync_are_found_out(ray_session: None) -> None:
     """One after the other, or one is told that it is busy: any of them may have won."""
-    workers = plain_workers(1, lambda: torch.nn.Linear(2, 2))
+    workers = plain_workers(1, lambda: torch.nn.Linear(2, 2), first=5)
     trainers = [
         TrainerActor.options(num_cpus=0).remote(lambda: torch.nn.Linear(2, 2)) for _ in "ab"
     ]
@@ -590,7 +590,7 @@ class Silent:
 
 
 def test_a_trainer_has_to_return_the_report(ray_session: None) -> None:
-    controller = Controller(plain_workers(1, lambda: torch.nn.Linear(2, 2)))
+    controller = Controller(plain_workers(1, lambda: torch.nn.Linear(2, 2), first=5))
     trainer = ray.remote(num_cpus=0)(Silent).remote()
     with pytest.raises(ConfigError, match="has to return it"):
         controller.sync_weights(trainer)
