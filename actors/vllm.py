@@ -72,7 +72,6 @@ class VLLMWorker(WorkerMixin):
         args = _arguments(model, engine_args)
         self._vllm: _Offline | _Async = _Offline(args) if engine == "offline" else _Async(args)
         self._refusal: str | None = None
-        self._asleep = (False, False)  # its weights; anything
         self._relay = Relay(self._vllm.rpc, self._vllm, self._on_state)
         self._relay.refresh()
         self._on_state(self._relay.state)
@@ -149,7 +148,7 @@ class VLLMWorker(WorkerMixin):
     @ray.method(concurrency_group="control")
     def resume(self) -> None:
         """Let generation go on. Does nothing while the weights are torn, being updated or away."""
-        if self._whole() and not self._asleep[1]:
+        if self._whole() and not self._relay.sleeping[1]:
             self._vllm.resume()
 
     def _whole(self) -> bool:
@@ -164,18 +163,14 @@ class VLLMWorker(WorkerMixin):
         Raises:
             StateError: in the middle of a round. Nothing has changed.
         """
-        before = self._asleep
-        self._told_asleep(True, True)
+        before = self._relay.sleeping
+        self._relay.asleep(True)
         if self._relay.in_round():
-            self._told_asleep(*before)
+            self._relay.asleep(*before)
             raise StateError("cannot sleep in the middle of a round")
         self._vllm.sleep(level)
         if level >= 2:
             self._relay.forget()
-
-    def _told_asleep(self, weights: bool, anything: bool) -> None:
-        self._asleep = (weights, anything)
-        self._relay.asleep(weights, anything)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """vLLM's wake-up. With tags, `["weights"]` is what a sync needs; requests run again once
@@ -183,7 +178,7 @@ class VLLMWorker(WorkerMixin):
         whole = self._whole()
         awake = self._vllm.wake_up(tags, whole)
         weights_back = tags is None or "weights" in tags
-        self._told_asleep(self._asleep[0] and not weights_back, not awake)
+        self._relay.asleep(self._relay.sleeping[0] and not weights_back, not awake)
         if awake and not whole and self._whole():  # a round has ended meanwhile
             self._vllm.resume()
 
@@ -392,9 +387,8 @@ class _Offline:
 
     def rpc(self, op: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         worker = self.local_worker()
-        if (
-            worker is not None
-        ):  # no process in between: nothing to encode, engines as their owner has them
+        if worker is not None:
+            # no process in between: nothing to encode, and engines as their owner has them
             ranks = message.get("ranks")
             return [session_of(worker).handle(op, {**message, **ranks[0]} if ranks else message)]
         with self._between_steps():

@@ -23,13 +23,31 @@ from rayxfer.packing import as_bytes
 from rayxfer.source import FLOATS, Rename, apply_rename, named_tensors, tie_key, tie_keys
 
 __all__ = [
+    "EMPTY_OFFER",
     "FuseRule",
     "ModuleLoader",
     "OpaqueLoader",
     "Preflight",
     "StagedLoader",
     "WeightLoader",
+    "compare_dtypes",
 ]
+
+EMPTY_OFFER = "empty offer: a full sync has to offer every tensor of the worker"
+
+
+def compare_dtypes(
+    name: str, offered: torch.dtype, expected: torch.dtype
+) -> tuple[str | None, str | None]:
+    """The rule for dtypes that differ: (cast "from -> to", problem), one of them None; both if equal."""
+    if offered == expected:
+        return None, None
+    if offered in FLOATS and expected in FLOATS:
+        return f"{dtype_name(offered)} -> {dtype_name(expected)}", None
+    return None, (
+        f"dtype mismatch at {name!r}: expected {dtype_name(expected)}, offered {dtype_name(offered)} "
+        "(only fp64, fp32, fp16 and bf16 are cast)"
+    )
 
 
 @dataclass
@@ -306,9 +324,7 @@ class ModuleLoader(WeightLoader):
                 what = f"{dtype_name(target.dtype)}{list(target.shape)}"
                 out.add(name, f"missing name {name!r}: expected {what}, nothing offered")
         if not metadata and not partial:
-            out.problems.insert(
-                0, "empty offer: a full sync has to offer every tensor of the worker"
-            )
+            out.problems.insert(0, EMPTY_OFFER)
         for found in self._targets:
             for place in found:
                 place.locate()
@@ -400,17 +416,12 @@ class ModuleLoader(WeightLoader):
                 f"shape mismatch at {name!r}: expected {list(shape)}, offered {list(meta.shape)}",
             )
             fits = False
-        if meta.dtype != dtype:
-            pair = f"{dtype_name(meta.dtype)} -> {dtype_name(dtype)}"
-            if meta.dtype in FLOATS and dtype in FLOATS:
-                out.casts[name] = pair
-            else:
-                out.add(
-                    name,
-                    f"dtype mismatch at {name!r}: expected {dtype_name(dtype)}, offered "
-                    f"{dtype_name(meta.dtype)} (only fp64, fp32, fp16 and bf16 are cast)",
-                )
-                fits = False
+        cast, problem = compare_dtypes(name, meta.dtype, dtype)
+        if cast is not None:
+            out.casts[name] = cast
+        if problem is not None:
+            out.add(name, problem)
+            fits = False
         return fits
 
     # ---- loading -------------------------------------------------------------------------------
@@ -604,7 +615,7 @@ class OpaqueLoader(WeightLoader):
         self._partial = partial
         self._names = [meta.name for meta in metadata]
         if not metadata and not partial:
-            out.add(None, "empty offer: a full sync has to offer every tensor of the worker")
+            out.add(None, EMPTY_OFFER)
         if not self._known:
             return out
         offered = set(self._names)

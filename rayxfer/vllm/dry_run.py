@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rayxfer.metadata import ParamMeta, dtype_name
-from rayxfer.source import FLOATS
+from rayxfer.loader import compare_dtypes
+from rayxfer.metadata import ParamMeta
 
 __all__ = ["DryRun", "dry_run"]
 
@@ -100,7 +100,7 @@ def dry_run(
         quantized: the worker's dtypes are not those of checkpoints.
         tensor_parallel_size: each rank reads a share of most tensors.
     """
-    shadow, kept = _shadow(model)
+    shadow = _shadow(model)
     out, counter = DryRun(), _Counter()
     at = [-1]
 
@@ -132,7 +132,6 @@ def dry_run(
             return out
     _account(shadow, counter, out, tied_head)
     _compare(metadata, shadow, counter, out, quantized, tensor_parallel_size)
-    del kept
     return out
 
 
@@ -170,21 +169,14 @@ def _compare(
             continue
         for target in targets if not quantized else ():
             dtype = parameters[target].dtype
-            widened = (
-                target.endswith("bias") and dtype == torch.float32
-            )  # as vLLM keeps some on a CPU
-            if dtype == meta.dtype or (widened and meta.dtype in FLOATS):
-                continue
-            pair = f"{dtype_name(meta.dtype)} -> {dtype_name(dtype)}"
-            if meta.dtype in FLOATS and dtype in FLOATS:
-                out.casts[meta.name] = pair
-                continue
-            text = (
-                f"dtype mismatch at {meta.name!r}: expected {dtype_name(dtype)}, offered "
-                f"{dtype_name(meta.dtype)} (only fp64, fp32, fp16 and bf16 are cast)"
-            )
-            out.problems.append((meta.name, text))
-            break
+            # vLLM keeps some biases in fp32 on a CPU
+            widened = target.endswith("bias") and dtype == torch.float32
+            cast, problem = compare_dtypes(meta.name, meta.dtype, dtype)
+            if problem is not None:
+                out.problems.append((meta.name, problem))
+                break
+            if cast is not None and not widened:
+                out.casts[meta.name] = cast
         count = meta.numel
         read = counter.read.get(meta.name, 0)
         shared = any(target.rpartition(".")[0] in padded for target in targets)
@@ -223,8 +215,8 @@ def _account(
                 out.missing[name] = (written, need)
 
 
-def _shadow(model: torch.nn.Module) -> tuple[Any, list[Any]]:
-    """The shadow, and what has to stay alive while it is used."""
+def _shadow(model: torch.nn.Module) -> Any:
+    """The twin of a model; it holds the only references to its tensors."""
     from vllm.model_executor.model_loader.reload.layerwise import (
         _get_original_loader,
         get_layerwise_info,
@@ -233,7 +225,6 @@ def _shadow(model: torch.nn.Module) -> tuple[Any, list[Any]]:
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
     made: dict[int, torch.nn.Module] = {}
-    kept: list[Any] = []
 
     def shadow_of(layer: torch.nn.Module) -> torch.nn.Module:
         known = made.get(id(layer))
@@ -245,7 +236,7 @@ def _shadow(model: torch.nn.Module) -> tuple[Any, list[Any]]:
             info = get_layerwise_info(layer)
             restore_params, _ = info.restore_metadata
             # parameters that are never moved to meta (biases) count as they are
-            whole = {**{k: p for k, p in layer._parameters.items() if p is not None}}
+            whole = {k: p for k, p in layer._parameters.items() if p is not None}
             for gone in set(whole) - set(restore_params):
                 if restore_params and whole[gone].numel() == 0:
                     del whole[gone]  # made by the repacking
@@ -255,19 +246,16 @@ def _shadow(model: torch.nn.Module) -> tuple[Any, list[Any]]:
                 if hasattr(meta, "weight_loader"):
                     meta.weight_loader = _get_original_loader(meta)
                 params[name] = meta
-            kept.append(params)
             twin.__dict__["_parameters"] = params
             # some loaders write buffers: neither the live ones, nor in vain
-            buffers = {
+            twin.__dict__["_buffers"] = {
                 name: None if tensor is None else to_meta_tensor(tensor)
                 for name, tensor in layer._buffers.items()
             }
-            kept.append(buffers)
-            twin.__dict__["_buffers"] = buffers
         twin.__dict__["_modules"] = {
             name: None if child is None else shadow_of(child)
             for name, child in layer._modules.items()
         }
         return twin
 
-    return shadow_of(model), kept
+    return shadow_of(model)

@@ -15,6 +15,7 @@ from rayxfer.errors import ConfigError, StateError
 from rayxfer.factory import WeightTransferEngineFactory
 from rayxfer.loader import ModuleLoader
 from rayxfer.metadata import ParamMeta, metadata_from_wire
+from rayxfer.topology import transport_rank
 from rayxfer.vllm.compat import Style, installed
 from rayxfer.vllm.reload import Reload
 from rayxfer.vllm.session import VLLMSession
@@ -81,9 +82,9 @@ class RayxferEngine(_Base):  # type: ignore[misc]
             raise ConfigError("init_info: expected {'backend': name, 'init_info': {…}}")
         ours = self.parallel_config
         place = ParallelConfig(
-            rank=int(init_info.rank_offset)
-            + ours.data_parallel_index * ours.world_size
-            + ours.rank,
+            rank=transport_rank(
+                int(init_info.rank_offset), ours.data_parallel_index, ours.world_size, ours.rank
+            ),
             world_size=int(init_info.world_size) or ours.world_size,
             data_parallel_index=ours.data_parallel_index,
         )

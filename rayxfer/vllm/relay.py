@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 from rayxfer.errors import ContractError, RayxferError, StateError, TransferError, portable_cause
@@ -50,9 +50,13 @@ class Controls(Protocol):
 
 @dataclass
 class _Settings:
-    load_mode: str = "in_place"
-    pause_mode: str = "keep"
-    cache_policy: str = "reset"
+    load_mode: str
+    pause_mode: str
+    cache_policy: str
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> _Settings:
+        return cls(**{field.name: config[field.name] for field in fields(cls)})
 
 
 class Relay:
@@ -63,6 +67,9 @@ class Relay:
             (`{"raised": error}` for one that raised).
         controls: vLLM's own.
         on_state: told the worker's state after every message.
+
+    Attributes:
+        sleeping: what of vLLM is out of memory: its weights; anything. See `asleep`.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class Relay:
         self._task: Task | None = None
         self._paused_for: tuple[Any, ...] | None = None
         self._called_off: deque[tuple[Any, ...]] = deque(maxlen=16)
-        self._asleep = self._resting = False
+        self.sleeping = (False, False)
         self._owner: dict[str, Any] | None = None
         self._lock = threading.Lock()
         self.state = WorkerState.CONNECTING
@@ -86,9 +93,8 @@ class Relay:
         """Carry out one message; as `WorkerSession.handle`."""
         until = time.monotonic() + float(message.get("wait_s", 0.0))
         if op == "connect" and "config" in message:
-            kept = {k: message["config"][k] for k in _Settings.__dataclass_fields__}
-            self._settings = _Settings(**kept)
-        if op == "prepare" and self._asleep:
+            self._settings = _Settings.of(message["config"])
+        if op == "prepare" and self.sleeping[0]:
             raise StateError("this vLLM sleeps: wake it up (at least its weights) before a sync")
         if op == "attach":
             # handles of other workers are not plain data: the roster stays on this side
@@ -109,8 +115,7 @@ class Relay:
     def asleep(self, weights: bool, anything: bool | None = None) -> None:
         """What of vLLM is out of memory. Without its weights no round may begin; while anything is
         missing (None: as the weights), its requests are not resumed."""
-        self._asleep = weights
-        self._resting = weights if anything is None else anything
+        self.sleeping = (weights, weights if anything is None else anything)
 
     def in_round(self) -> bool:
         """Whether a round is open on vLLM's workers. Asks them."""
@@ -230,13 +235,12 @@ class Relay:
 
     def _resume(self) -> None:
         self._paused_for = None
-        if not self._resting:
+        if not self.sleeping[1]:
             self._controls.resume()
 
     def _known_settings(self) -> _Settings:
         if self._settings is None:  # this relay is not the one that connected
-            told = self._ask("settings", {}, 0.0)
-            self._settings = _Settings(**{k: told[k] for k in _Settings.__dataclass_fields__})
+            self._settings = _Settings.of(self._ask("settings", {}, 0.0))
         return self._settings
 
     def _drive(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rayxfer.errors import StateError
-from rayxfer.loader import ModuleLoader, Preflight, StagedLoader, WeightLoader
+from rayxfer.loader import EMPTY_OFFER, ModuleLoader, Preflight, StagedLoader, WeightLoader
 from rayxfer.metadata import ParamMeta
 from rayxfer.report import WorkerState
 from rayxfer.session import Binding, WorkerSession
@@ -123,7 +123,7 @@ class VLLMLoader(WeightLoader):
         self._names = [meta.name for meta in metadata]
         if not metadata:
             if not partial:
-                out.add(None, "empty offer: a full sync has to offer every tensor of the worker")
+                out.add(None, EMPTY_OFFER)
             return out
         memo = memo if memo is not None else {}
         if memo.get("offer") is not metadata:
