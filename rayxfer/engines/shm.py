@@ -19,20 +19,11 @@ from rayxfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
 )
-from rayxfer.copying import copy_bytes, is_memory
-from rayxfer.engines.collective import (
-    Layouts,
-    TensorsUpdateInfo,
-    deliver,
-    deliver_alone,
-    expect_end,
-    fill,
-    merged_init_info,
-    next_tensor,
-)
+from rayxfer.engines.collective import Layouts, TensorsUpdateInfo, merged_init_info
+from rayxfer.engines.frames import receive_frames, send_frames
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.errors import BackendUnavailable, StateError
-from rayxfer.packing import ALIGNMENT_BYTES, align, as_bytes, plain
+from rayxfer.packing import ALIGNMENT_BYTES, align
 
 __all__ = ["ShmEngine", "ShmInitInfo"]
 
@@ -62,9 +53,6 @@ class ShmInitInfo(WeightTransferInitInfo):
 class _Channel:
     ring: RingWriter
     layouts: Layouts
-
-
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
@@ -100,32 +88,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
         ring = self._ring
         if ring is None or self._layouts is None:
             raise StateError("shm: receive_weights before init_transfer_engine")
-        layout = self._layouts.get(update_info)
-        landing = getattr(load_weights, "landing", None)
-        progress = getattr(load_weights, "progress", None)
-        for bucket in layout.plan.buckets:
-            if not bucket.num_bytes:
-                deliver_alone(layout, bucket, None, load_weights, landed=False)
-                continue
-            if bucket.num_bytes <= ring.slot_bytes:
-                deliver(layout, bucket, ring.slot(), load_weights)
-                ring.release()
-                continue
-            meta = layout.metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
-            place = landing(meta.name) if landing is not None else None
-            if place is not None and place.device.type != "cpu":
-                place = None
-            target = (
-                place if place is not None else torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            )
-            for start in range(0, bucket.num_bytes, ring.slot_bytes):
-                part = target[start : start + ring.slot_bytes]
-                slot = ring.slot()
-                copy_bytes(part.data_ptr(), slot.data_ptr(), part.numel())
-                ring.release()
-                if progress is not None:
-                    progress(0)
-            deliver_alone(layout, bucket, target, load_weights, landed=place is not None)
+        receive_frames(ring, self._layouts.get(update_info), load_weights)
 
     def abort(self) -> None:
         if self._ring is not None:
@@ -144,26 +107,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     ) -> None:
         """Write one round into the ring; returns once every worker has read it."""
         channel: _Channel = trainer_args["channel"]
-        ring, layout = channel.ring, channel.layouts.get(trainer_args["update_info"])
-        for bucket in layout.plan.buckets:
-            if bucket.num_bytes <= ring.slot_bytes:
-                fill(layout, bucket, iterator, ring.slot() if bucket.num_bytes else _NOTHING)
-                if bucket.num_bytes:
-                    ring.publish()
-                continue
-            for piece in bucket.pieces:
-                tensor = next_tensor(iterator, layout.metadata[piece.tensor])
-                if not piece.num_bytes:
-                    continue
-                # `plain` makes another tensor of one that is not dense: then there is nothing to take
-                take = getattr(iterator, "take", None) if is_memory(tensor) else None
-                flat = as_bytes(plain(tensor)).cpu()
-                for start in range(0, flat.numel(), ring.slot_bytes):
-                    part = flat[start : start + ring.slot_bytes]
-                    (take or copy_bytes)(ring.slot().data_ptr(), part.data_ptr(), part.numel())
-                    ring.publish()
-        expect_end(iterator)
-        ring.drain()
+        send_frames(channel.ring, channel.layouts.get(trainer_args["update_info"]), iterator)
 
     @classmethod
     def trainer_open(cls, plan: SessionPlan) -> tuple[_Channel, list[dict[str, Any]]]:
