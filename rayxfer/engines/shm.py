@@ -6,7 +6,6 @@ when the workers read it. Workers read one slot while the sender fills the other
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,8 @@ from rayxfer.base import (
 from rayxfer.engines.collective import Layouts, TensorsUpdateInfo, merged_init_info
 from rayxfer.engines.frames import receive_frames, send_frames
 from rayxfer.engines.ring import RingReader, RingWriter
-from rayxfer.errors import BackendUnavailable, StateError
+from rayxfer.errors import StateError
+from rayxfer.memfile import check_system
 from rayxfer.packing import ALIGNMENT_BYTES, align
 
 __all__ = ["ShmEngine", "ShmInitInfo"]
@@ -68,8 +68,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
 
     @classmethod
     def check_available(cls) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise BackendUnavailable("shm needs Linux: this system has no memfd_create")
+        check_system()
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Map the sender's ring. Raises BackendUnavailable where it cannot be opened."""
