@@ -131,10 +131,12 @@ class WeightLoader:
         copies_only: True: `load` copies out of what it is given and keeps nothing, so it may be
             handed views of a buffer that is used again.
         one_to_one: True: every offered tensor has a known place, so `loaded` digests exist.
+        keeps: True: it has `keep` (see `rayxfer.mapped`).
     """
 
     copies_only = False
     one_to_one = False
+    keeps = False
     seen: dict[str, frozenset[str]] = {}  # noqa: RUF012 - what this round taught, if anything
 
     def preflight(
@@ -157,6 +159,22 @@ class WeightLoader:
     def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
         """Take some tensors, by their index in the metadata."""
         raise NotImplementedError
+
+    def keep(
+        self, items: list[tuple[int, torch.Tensor]], file: Any, on_live: Callable[[], None]
+    ) -> None:
+        """As `load`, of tensors that may be used where they are (only where `keeps`)."""
+        raise NotImplementedError
+
+    @property
+    def shared(self) -> bool:
+        """Whether all that was loaded is to be used where it lies, as others do."""
+        return False
+
+    @property
+    def proves_shared(self) -> bool:
+        """Whether `loaded_digests` are of what others use as well."""
+        return False
 
     def commit(self) -> None:
         """The version was recorded: make it the live one (staged loads)."""
@@ -251,11 +269,7 @@ class ModuleLoader(WeightLoader):
         self._inference = any(t.is_inference() for t in live.values())
         # The same offer to the same tensors has the same answer, and most rounds are that.
         key = (metadata, partial, self._rename, self._fuse)
-        now = [
-            (name, id(t), t.data_ptr(), t.dtype, t.shape, t.stride())
-            for name, t in live.items()
-            if _has_memory(t)
-        ]
+        now = pointers(live)
         known = memo is not None and memo.get("now") == now and len(now) == len(live)
         if memo is not None and known and memo["key"][0] is metadata and memo["key"] == key:
             self._targets = memo["targets"]
@@ -433,20 +447,23 @@ class ModuleLoader(WeightLoader):
         """
         self._stage = {}
         live = named_tensors(self._module)
-        targets: list[list[_Target]] = []
-        for places in self._targets:
-            targets.append([])
-            for place in places:
-                base = live[place.name]
-                key = tie_key(base)
-                if key not in self._stage:
-                    copy = torch.empty_like(_compact(base), requires_grad=False)
-                    self._stage[key] = (base, copy.expand(base.shape))
-                tensor = place.cut(self._stage[key][1])
-                copied = dataclasses.replace(place, tensor=tensor)
-                copied.locate()
-                targets[-1].append(copied)
-        self._targets = targets
+        self._targets = [self._staged_targets(places, live) for places in self._targets]
+
+    def _staged_targets(
+        self, places: list[_Target], live: dict[str, torch.Tensor]
+    ) -> list[_Target]:
+        targets: list[_Target] = []
+        for place in places:
+            base = live[place.name]
+            key = tie_key(base)
+            if key not in self._stage:
+                copy = torch.empty_like(_compact(base), requires_grad=False)
+                self._stage[key] = (base, copy.expand(base.shape))
+            tensor = place.cut(self._stage[key][1])
+            copied = dataclasses.replace(place, tensor=tensor)
+            copied.locate()
+            targets.append(copied)
+        return targets
 
     def landing(self, index: int) -> torch.Tensor | None:
         places = self._targets[index]
@@ -507,7 +524,7 @@ class ModuleLoader(WeightLoader):
         # What the module holds *now* under these names, not what was written to: the proof must not
         # rest on the bookkeeping that it proves.
         live = {} if self._staged else named_tensors(self._module)
-        held = [place.tensor if self._staged else _held(live, place) for _, place in flat]
+        held = [self._held(live, index, place) for index, place in flat]
         found = digest_many(held)
         out: list[int | None] = [None] * len(self._targets)
         for (index, place), value in zip(flat, found, strict=True):
@@ -526,6 +543,10 @@ class ModuleLoader(WeightLoader):
                 )
             out[index] = value
         return [value if value is not None else 0 for value in out]
+
+    def _held(self, live: dict[str, torch.Tensor], index: int, place: _Target) -> torch.Tensor:
+        """What will be served under this name, once committed."""
+        return place.tensor if self._staged else _held(live, place)
 
     def unproven(self) -> list[str] | None:
         return [
@@ -548,6 +569,15 @@ def _held(live: dict[str, torch.Tensor], place: _Target) -> torch.Tensor:
     if place.name not in live:
         raise ContractError(f"{place.name!r} is gone from the model after loading", name=place.name)
     return place.cut(live[place.name])
+
+
+def pointers(live: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
+    """Which tensors these are, and where they lie: what a remembered comparison rests on."""
+    return [
+        (name, id(t), t.data_ptr(), t.dtype, t.shape, t.stride())
+        for name, t in live.items()
+        if _has_memory(t)
+    ]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -9,19 +9,23 @@ Mappings are never closed, only dropped: `mmap.close()` under a live tensor woul
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fcntl
 import hmac
 import mmap
 import os
 import secrets
+import threading
+import warnings
+import weakref
 from typing import Any
 
 import torch
 
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
 
-__all__ = ["MemoryFile", "create", "map_file", "open_other"]
+__all__ = ["ForeignFile", "MemoryFile", "create", "find", "map_file", "open_other"]
 
 PAGE_BYTES = 4096
 MAGIC = b"rayxfer1"
@@ -110,13 +114,15 @@ class _Map(mmap.mmap):
     """A mapping that owns a descriptor: both go with the last tensor over it."""
 
     fd: int | None = None
+    about: dict[str, int | str] | None = None
+    num_bytes = 0
 
     def __del__(self, close: Any = os.close) -> None:
         if self.fd is not None:
             close(self.fd)
 
 
-def map_file(fd: int, num_bytes: int, *, write: bool, private: bool = False) -> mmap.mmap:
+def map_file(fd: int, num_bytes: int, *, write: bool, private: bool = False) -> _Map:
     """Map a whole file; its pages are there when this returns.
 
     write: others see what is written; with `private` they do not, and pages that were not written
@@ -132,6 +138,40 @@ def map_file(fd: int, num_bytes: int, *, write: bool, private: bool = False) -> 
     return mapped
 
 
+_files: dict[int, weakref.ref[_Map]] = {}
+_starts: list[int] = []
+_registry = threading.Lock()
+
+
+def _register(mapped: _Map, address: int) -> None:
+    with _registry:
+        for start in [start for start, found in _files.items() if found() is None]:
+            _forget(start)
+        _files[address] = weakref.ref(mapped)
+        bisect.insort(_starts, address)
+
+
+def _forget(start: int) -> None:
+    del _files[start]
+    _starts.remove(start)
+
+
+def find(address: int, num_bytes: int) -> tuple[dict[str, int | str], int] | None:
+    """The `MemoryFile` of this process in which these bytes lie, if any: its description, and their
+    offset in `bytes`."""
+    at = bisect.bisect_right(_starts, address) - 1
+    if at < 0:
+        return None
+    start = _starts[at]
+    found = _files.get(start)
+    mapped = None if found is None else found()
+    if mapped is None or mapped.about is None:
+        return None
+    if address < start or address + num_bytes > start + mapped.num_bytes:
+        return None
+    return mapped.about, address - start
+
+
 class MemoryFile:
     """Bytes of this process that other processes of this host can map.
 
@@ -142,6 +182,7 @@ class MemoryFile:
         bytes: flat uint8 [num_bytes] on the CPU. The memory lives as long as any view of it does, also
             without this object.
         address: of the first byte.
+        about: plain data, the arguments of `ForeignFile`.
 
     Raises:
         TransferError: there is no room. BackendUnavailable: not on Linux.
@@ -149,29 +190,22 @@ class MemoryFile:
 
     def __init__(self, num_bytes: int, *, name: str = "rayxfer-weights") -> None:
         fd = create(name, PAGE_BYTES + num_bytes)
-        mapped: Any = map_file(fd, PAGE_BYTES + num_bytes, write=True)
+        mapped = map_file(fd, PAGE_BYTES + num_bytes, write=True)
         mapped.fd = fd
-        self.mapping = mapped
-        self.nonce = secrets.token_hex(16)
-        mapped[: len(MAGIC) + 16] = MAGIC + bytes.fromhex(self.nonce)
+        nonce = secrets.token_hex(16)
+        mapped[: len(MAGIC) + 16] = MAGIC + bytes.fromhex(nonce)
         self.bytes = torch.frombuffer(mapped, dtype=torch.uint8)[PAGE_BYTES:]
         self.address = self.bytes.data_ptr()
-        self.num_bytes = num_bytes
-
-    def describe(self) -> dict[str, int | str]:
-        """Plain data, for `ForeignFile`."""
-        return describe(self.mapping, self.nonce)
-
-
-def describe(mapping: Any, nonce: str) -> dict[str, int | str]:
-    stat = os.fstat(mapping.fd)
-    return {
-        "pid": os.getpid(),
-        "fd": mapping.fd,
-        "inode": stat.st_ino,
-        "file_bytes": stat.st_size,
-        "nonce": nonce,
-    }
+        self.num_bytes = mapped.num_bytes = num_bytes
+        stat = os.fstat(fd)
+        self.about = mapped.about = {
+            "pid": os.getpid(),
+            "fd": fd,
+            "inode": stat.st_ino,
+            "file_bytes": stat.st_size,
+            "nonce": nonce,
+        }
+        _register(mapped, self.address)
 
 
 class ForeignFile:
@@ -187,6 +221,8 @@ class ForeignFile:
     Raises:
         BackendUnavailable: it cannot be opened, or is another file. ConfigError: no description.
     """
+
+    _cleaning: threading.Thread | None = None
 
     def __init__(
         self,
@@ -206,14 +242,53 @@ class ForeignFile:
             os.close(own)
         if not hmac.compare_digest(mapped[: len(expected)], expected):
             raise BackendUnavailable("shm: the memory file belongs to another session")
+        self._mapped = mapped
         self.bytes = readable(mapped)[PAGE_BYTES:]
         self.address = self.bytes.data_ptr()
+
+    def forget_writes(self) -> None:
+        """Begin to let go of this process's own changes to a private file: its pages show the owner's bytes
+        again. Nobody may read it until `settle` has returned."""
+        self._cleaning = threading.Thread(target=self._forget, name="rayxfer-forget", daemon=True)
+        self._cleaning.start()
+
+    def settle(self) -> None:
+        """Return when `forget_writes` is done."""
+        cleaning, self._cleaning = self._cleaning, None
+        if cleaning is not None:
+            cleaning.join()  # no deadline: system calls on memory of our own
+
+    def _forget(self) -> None:
+        size = len(self._mapped)
+        if _own_pages(self.address - PAGE_BYTES, size) is not False:
+            self._mapped.madvise(mmap.MADV_DONTNEED)
+            with contextlib.suppress(OSError):
+                self._mapped.madvise(_MADV_POPULATE_READ)
+
+
+def _own_pages(address: int, num_bytes: int) -> bool | None:
+    """Whether a private mapping has pages that this process wrote to; None: not known."""
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(address // PAGE_BYTES * 8)
+            left = -(-num_bytes // PAGE_BYTES)
+            while left:
+                part = file.read(8 * min(left, 1 << 16))
+                if not part:
+                    return None
+                entries = torch.frombuffer(bytearray(part), dtype=torch.int64)
+                left -= len(entries)
+                present, shared = entries < 0, (entries >> 61) & 1 == 1  # bits 63 and 61
+                swapped = (entries >> 62) & 1 == 1
+                if bool(((present & ~shared) | (swapped & ~shared)).any()):
+                    return True
+    except OSError:
+        return None
+    return False
 
 
 def readable(mapped: mmap.mmap) -> torch.Tensor:
     """A flat uint8 tensor over a mapping, writable or not, without torch's warning."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -52,6 +52,10 @@ class Vote:
     digests: Sequence[int] = ()
     verified: str = "off"
     complete: bool | None = None
+    shared: bool = False
+    """Whether it left the proof to the channel's prover: it uses the same copy."""
+    shared_proof: bool = False
+    """Whether its digests are of such a copy."""
     finish: bool = False
     """Whether the worker has something to run before the version is recorded."""
 
@@ -122,6 +126,8 @@ class Stream:
         config: WeightTransferConfig,
         base_message: dict[str, Any],
         version: int,
+        partial: bool,
+        prove_all: bool,
         deadline: float,
     ) -> None:
         self._channels = channels
@@ -130,6 +136,8 @@ class Stream:
         self._config = config
         self._base = base_message
         self._version = version
+        self._partial = partial
+        self._prove_all = prove_all
         self._deadline = deadline
         # one channel's copies are enough to know what was read
         digesting = config.verify == "digest"
@@ -202,6 +210,7 @@ class Stream:
         if channel.handle is not None:
             args["channel"] = channel.handle
             args["stable"] = self._source.stable
+            args["partial"] = self._partial
         if push is not None:
             args["push"] = push
         try:
@@ -343,7 +352,9 @@ class Stream:
             for link in channel.links:
                 link.acked = 0
                 if self._pushes[index] is None or not self._metadata:
-                    self.ask(link, {})
+                    # of workers that use one copy, one is enough to prove it
+                    prove = self._prove_all or link is channel.prover
+                    self.ask(link, {"prove": prove})
             self._spawn("channel", index, lambda index=index: self._send(index))
         self._spawn("feeder", 0, self._feed)
         while True:
@@ -435,6 +446,8 @@ class Stream:
                 digests,
                 answer["verified"],
                 answer["complete"],
+                answer.get("shared", False),
+                answer.get("shared_proof", False),
                 answer["finish"],
             )
         )

@@ -1,8 +1,8 @@
 """A ring of slots in one memory file: one writer, some readers, no name in any file system.
 
-The writer publishes frames by a counter; each reader acknowledges by its own, and sets it to the
-highest value when it leaves. Waiting is a futex on the counter itself (a plain sleep where there is none),
-always in slices against an abort flag.
+The writer publishes frames by a counter, each with a word that says what it is; each reader
+acknowledges by a counter of its own, and sets it to the highest value when it leaves. Waiting is a
+futex on the counter itself (a plain sleep where there is none), always in slices against an abort flag.
 """
 
 from __future__ import annotations
@@ -58,6 +58,10 @@ class _Memory:
         _fence()
         return value
 
+    def put(self, offset: int, value: int) -> None:
+        """Without waking anybody; seen at the latest with the next `write`."""
+        self._words[offset // 8] = value
+
     def write(self, offset: int, value: int) -> None:
         _fence()
         self._words[offset // 8] = value
@@ -96,8 +100,12 @@ def _tail(reader: int) -> int:
     return _HEAD + _LINE * (1 + reader)
 
 
-def _data_start(readers: int) -> int:
-    return -(-_tail(readers) // PAGE_BYTES) * PAGE_BYTES
+def _kind(readers: int, slot: int) -> int:
+    return _tail(readers) + _LINE * slot
+
+
+def _data_start(readers: int, slots: int) -> int:
+    return -(-_kind(readers, slots) // PAGE_BYTES) * PAGE_BYTES
 
 
 class RingWriter:
@@ -105,7 +113,7 @@ class RingWriter:
 
     def __init__(self, *, slot_bytes: int, slots: int, readers: int, nonce: str) -> None:
         self.slot_bytes, self._slots, self._readers = slot_bytes, slots, readers
-        self._start = _data_start(readers)
+        self._start = _data_start(readers, slots)
         size = self._start + slots * slot_bytes
         self._fd = create("rayxfer-ring", size)
         memory = _Memory(self._fd, size)
@@ -148,8 +156,9 @@ class RingWriter:
         start = self._start + (self._head % self._slots) * self.slot_bytes
         return self._memory.bytes[start : start + self.slot_bytes]
 
-    def publish(self) -> None:
-        """The slot is complete: let readers have it."""
+    def publish(self, kind: int = 0) -> None:
+        """The slot is complete: let readers have it. `kind`: what it holds, as both sides agree."""
+        self._memory.put(_kind(self._readers, self._head % self._slots), kind)
         self._head += 1
         self._memory.write(_HEAD, self._head)
 
@@ -161,6 +170,10 @@ class RingWriter:
                 self._check()
                 self._memory.wait_change(_tail(reader), seen, _SLICE_S)
         self.lagging = None
+
+    def held(self) -> list[int]:
+        """The last word that each reader said with `hold`; 0: none yet."""
+        return [self._memory.read(_tail(reader) + 8) for reader in range(self._readers)]
 
     @property
     def turn(self) -> int:
@@ -224,8 +237,8 @@ class RingReader:
         self.slot_bytes, self._slots, readers = struct.unpack("<QQQ", header[24:48])
         if reader >= readers:
             raise ConfigError(f"shm: reader {reader} of {readers}")
-        self._start = _data_start(readers)
-        self._reader = reader
+        self._start = _data_start(readers, self._slots)
+        self._readers, self._reader = readers, reader
         self._tail = 0
         self._aborted = threading.Event()
 
@@ -242,6 +255,15 @@ class RingReader:
             self._memory.wait_change(_HEAD, seen, _SLICE_S)
         start = self._start + ((self._tail + ahead) % self._slots) * self.slot_bytes
         return self._memory.bytes[start : start + self.slot_bytes]
+
+    @property
+    def kind(self) -> int:
+        """What the next frame is, once `slot` has returned it."""
+        return self._memory.read(_kind(self._readers, self._tail % self._slots))
+
+    def hold(self, word: int) -> None:
+        """A word of this reader's own, for the writer (see `RingWriter.held`)."""
+        self._memory.write(_tail(self._reader) + 8, word)
 
     def release(self) -> None:
         """Done with the slot: the writer may fill it again."""
