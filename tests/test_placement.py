@@ -20,7 +20,7 @@ from rayxfer import (
     share_memory,
 )
 from rayxfer.engines import frames
-from rayxfer.engines.frames import FrameReader
+from rayxfer.engines.frame_reader import FrameReader
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.memfile import ForeignFile, MemoryFile, find
 from rayxfer.packing import Layout

@@ -121,6 +121,7 @@ class RingWriter:
         memory.bytes[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._mapped: _Memory | None = memory
         self._nonce = nonce
+        self.num_readers = readers
         self._head = 0
         self._aborted = threading.Event()
         self.lagging: int | None = None

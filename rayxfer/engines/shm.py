@@ -19,7 +19,8 @@ from rayxfer.base import (
     WeightTransferInitInfo,
 )
 from rayxfer.engines.collective import Layouts, TensorsUpdateInfo, merged_init_info
-from rayxfer.engines.frames import FrameReader, send_frames, send_version
+from rayxfer.engines.frame_reader import FrameReader
+from rayxfer.engines.frames import send_frames, send_version
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.engines.versions import Versions
 from rayxfer.errors import StateError
@@ -102,6 +103,8 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     def shutdown(self) -> None:
         """Drop the mapping. Safe to call twice."""
         ring, self._ring = self._ring, None
+        if self._reader is not None:
+            self._reader.close()
         self._reader = self._layouts = None
         if ring is not None:
             ring.abort()
