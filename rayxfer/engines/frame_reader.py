@@ -6,14 +6,15 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import torch
 
 from rayxfer.base import LoadWeights
-from rayxfer.copying import copy_bytes
+from rayxfer.copying import copy_bytes, read_process
 from rayxfer.engines.collective import deliver, deliver_alone
-from rayxfer.engines.frames import BYTES, HEAD, KEY_BYTES, VERSION
-from rayxfer.engines.ring import RingReader
+from rayxfer.engines.frames import BYTES, DIRECT, HEAD, KEY_BYTES, VERSION
+from rayxfer.engines.ring import HOLDS, RingReader
 from rayxfer.errors import ContractError
 from rayxfer.memfile import ForeignFile
 from rayxfer.packing import Bucket, Layout
@@ -29,8 +30,8 @@ the bucket, which costs less than asking it for every single place."""
 
 _KEPT_FILES = 2
 
-
-# ---- the readers ------------------------------------------------------------------------------------
+Copy = Callable[[int, int, int], None]
+"""to, from (addresses), bytes."""
 
 
 def receive_frames(ring: RingReader, layout: Layout, load_weights: LoadWeights) -> None:
@@ -102,8 +103,7 @@ class FrameReader:
         """A frame that says where tensors are: of this bucket, and as many after it as it tells of."""
         *numbers, nonce, threads, count = HEAD.unpack(bytes(slot[: HEAD.size].numpy()))
         frame = bytes(slot[: HEAD.size + 8 * count].numpy())
-        offsets = memoryview(frame)[HEAD.size :].cast("Q")
-        file = self._file(frame[:KEY_BYTES], numbers, nonce, private=kind == VERSION)
+        places = iter(memoryview(frame)[HEAD.size :].cast("Q"))
         told = [bucket]
         left = count - _with_bytes(bucket)
         while left > 0 and (more := next(following, None)) is not None:
@@ -113,17 +113,32 @@ class FrameReader:
             raise ContractError(
                 f"shm: a frame of {count} tensors, which {len(told)} buckets have not"
             )
+        if kind == DIRECT:
+            pid = numbers[0]
+            items = [_addressed(layout, one, places) for one in told]
+            self._take(items, load, threads, lambda *what: read_process(pid, *what))
+            return b""
+        file = self._file(frame[:KEY_BYTES], numbers, nonce, private=kind == VERSION)
         key = (bucket.index, frame)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = _views(layout, told, file, iter(offsets))
+            views = self._views[key] = [_views(layout, one, file, places) for one in told]
         keep = getattr(load, "keep", None)
         if kind == VERSION and keep is not None:
-            hold = self._ring.hold
+            say = self._ring.say
             for some in views:
-                keep(some, file, lambda: hold(numbers[2]))
+                keep(some, file, lambda: say(HOLDS, numbers[2]))
+        elif sum(one.num_bytes for one in told) < _LARGE_BYTES * count:
+            for some in views:
+                if not getattr(load, "copies_only", False):
+                    some = [(name, view.clone()) for name, view in some]
+                load(some)
         else:
-            self._copy_out(layout, told, views, load, threads)
+            items = [
+                [_Item(name, v.dtype, tuple(v.shape), v.data_ptr(), v.nbytes) for name, v in s]
+                for s in views
+            ]
+            self._take(items, load, threads, copy_bytes)
         return frame[:KEY_BYTES]
 
     def _file(self, head: bytes, numbers: list[int], nonce: bytes, *, private: bool) -> ForeignFile:
@@ -140,45 +155,46 @@ class FrameReader:
             )
         return found
 
-    def _copy_out(
+    def _take(
         self,
-        layout: Layout,
-        told: list[Bucket],
-        views: list[list[tuple[str, torch.Tensor]]],
+        buckets: list[list[_Item]],
         load_weights: LoadWeights,
         threads: int,
+        copy: Copy,
     ) -> None:
-        num_bytes = sum(bucket.num_bytes for bucket in told)
-        if num_bytes < _LARGE_BYTES * sum(map(len, views)):
-            for some in views:
-                if not getattr(load_weights, "copies_only", False):
-                    some = [(name, view.clone()) for name, view in some]
-                load_weights(some)
-            return
-        alone: list[tuple[str, torch.Tensor]] = []
+        """Copy tensors to their own places in the worker, all at once; what has no such place is copied to
+        memory of its own and given away, bucket by bucket."""
+        landing = getattr(load_weights, "landing", None)
+        progress = getattr(load_weights, "progress", None)
         landed: list[str] = []
         copies: list[tuple[int, int, int]] = []
-        for name, view in (item for some in views for item in some):
-            if not view.nbytes:
-                alone.append((name, view))
-                continue
-            place, is_theirs = _target(load_weights, name, view.nbytes)
-            copies.append((place.data_ptr(), view.data_ptr(), view.nbytes))
-            if is_theirs:
-                landed.append(name)
-            else:
-                alone.append((name, place.view(view.dtype).view(view.shape)))
-        self._copy(copies, threads, getattr(load_weights, "progress", None))
+        for bucket in buckets:
+            for item in bucket:
+                place = landing(item.name) if landing is not None and item.num_bytes else None
+                if place is not None and place.device.type == "cpu":
+                    copies.append((place.data_ptr(), item.address, item.num_bytes))
+                    landed.append(item.name)
+        self._copy(copies, threads, progress, copy)
         for name in landed:
             load_weights.landed(name)  # type: ignore[attr-defined]
-        if alone:
-            load_weights(alone)
+        done = frozenset(landed)
+        for bucket in buckets:
+            own = [
+                (item, torch.empty(item.shape, dtype=item.dtype))
+                for item in bucket
+                if item.name not in done
+            ]
+            copies = [(t.data_ptr(), item.address, item.num_bytes) for item, t in own if t.nbytes]
+            self._copy(copies, threads, progress, copy)
+            if own:
+                load_weights([(item.name, tensor) for item, tensor in own])
 
     def _copy(
         self,
         copies: list[tuple[int, int, int]],
         threads: int,
         progress: Callable[[int], None] | None,
+        copy: Copy,
     ) -> None:
         """Copy (to, from, bytes), this thread taking its share."""
         parts = [
@@ -195,7 +211,7 @@ class FrameReader:
                     to, source, size = todo.popleft()
                 except IndexError:
                     return
-                copy_bytes(to, source, size)
+                copy(to, source, size)
                 if report is not None:
                     report(0)
 
@@ -206,9 +222,13 @@ class FrameReader:
         futures = [pool.submit(work, None) for _ in range(helpers)] if pool is not None else []
         try:
             work(progress)
+        except BaseException:
+            stop.set()
+            raise
         finally:
-            stop.set()  # nobody writes there any more once this has returned
-            wait(futures)
+            wait(futures)  # nobody writes there any more once this has returned
+        for future in futures:
+            future.result(timeout=0)
 
     def _receive_large(self, layout: Layout, bucket: Bucket, load_weights: LoadWeights) -> None:
         ring = self._ring
@@ -229,24 +249,49 @@ def _with_bytes(bucket: Bucket) -> int:
     return sum(1 for piece in bucket.pieces if piece.num_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A tensor somewhere: its address here, or in the sender's process."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    address: int
+    num_bytes: int
+
+
+def _here(views: list[tuple[str, torch.Tensor]]) -> list[_Item]:
+    return [
+        _Item(name, view.dtype, tuple(view.shape), view.data_ptr(), view.nbytes)
+        for name, view in views
+    ]
+
+
+def _addressed(layout: Layout, bucket: Bucket, places: Iterator[int]) -> list[_Item]:
+    items = []
+    for piece in bucket.pieces:
+        meta = layout.metadata[piece.tensor]
+        address = next(places) if piece.num_bytes else 0
+        items.append(_Item(meta.name, meta.dtype, meta.shape, address, piece.num_bytes))
+    return items
+
+
 def _views(
-    layout: Layout, told: list[Bucket], file: ForeignFile, offsets: Iterator[int]
-) -> list[list[tuple[str, torch.Tensor]]]:
-    """The tensors of each bucket, where they lie in the file."""
-    out: list[list[tuple[str, torch.Tensor]]] = []
-    for bucket in told:
-        out.append([])
-        for piece in bucket.pieces:
-            meta = layout.metadata[piece.tensor]
-            if not piece.num_bytes:
-                out[-1].append((meta.name, torch.empty(meta.shape, dtype=meta.dtype)))
-                continue
-            start = next(offsets)
-            part = file.bytes[start : start + piece.num_bytes]
-            if part.numel() != piece.num_bytes:
-                raise ContractError(f"shm: {meta.name!r} is said to lie past its file's end")
-            out[-1].append((meta.name, part.view(meta.dtype).view(meta.shape)))
-    return out
+    layout: Layout, bucket: Bucket, file: ForeignFile, offsets: Iterator[int]
+) -> list[tuple[str, torch.Tensor]]:
+    """The bucket's tensors, where they lie in the file."""
+    views: list[tuple[str, torch.Tensor]] = []
+    for piece in bucket.pieces:
+        meta = layout.metadata[piece.tensor]
+        if not piece.num_bytes:
+            views.append((meta.name, torch.empty(meta.shape, dtype=meta.dtype)))
+            continue
+        start = next(offsets)
+        part = file.bytes[start : start + piece.num_bytes]
+        if part.numel() != piece.num_bytes:
+            raise ContractError(f"shm: {meta.name!r} is said to lie past its file's end")
+        views.append((meta.name, part.view(meta.dtype).view(meta.shape)))
+    return views
 
 
 def _target(load_weights: LoadWeights, name: str, num_bytes: int) -> tuple[torch.Tensor, bool]:
