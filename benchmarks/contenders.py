@@ -69,13 +69,15 @@ class Spec:
 
 
 class Stage:
-    """One model's weights, and what the contenders over them share: a copy in a memory file, and
-    the actors of the peers (see `benchmarks.peers`)."""
+    """One model's weights, and what the contenders over them share: a copy in a memory file, the
+    peers' actors (see `benchmarks.peers`), and workers that one contender has given back."""
 
     def __init__(self, shapes: Shapes) -> None:
         self.shapes = shapes
         self.weights = make_weights(shapes)
-        self.actors: dict[Any, Any] = {}
+        self.peers: dict[Any, list[Any]] = {}
+        self._all: list[Any] = []
+        self._free: dict[bool, list[Any]] = {True: [], False: []}
         self._placed: dict[str, torch.Tensor] | None = None
         self._keep: Any = None
 
@@ -88,11 +90,23 @@ class Stage:
             self._keep = rayxfer.share_memory(self._placed)
         return self._placed
 
+    def take(self, count: int, touch: bool) -> list[Any]:
+        """`count` of rayxfer's workers that nobody uses; made if there are not enough."""
+        free = self._free[touch]
+        taken, free[:] = free[:count], free[count:]
+        made = spawn_workers(count - len(taken), self.shapes, touch)
+        self._all += made
+        return taken + made
+
+    def give(self, workers: list[Any], touch: bool) -> None:
+        """They are free again."""
+        self._free[touch] += workers
+
     def close(self) -> None:
-        for actors in self.actors.values():
-            for actor in actors if isinstance(actors, list) else [actors]:
-                ray.kill(actor)
-        self.actors, self.weights, self._placed, self._keep = {}, {}, None, None
+        for actor in [*self._all, *(actor for actors in self.peers.values() for actor in actors)]:
+            ray.kill(actor)
+        self._all, self._free, self.peers = [], {True: [], False: []}, {}
+        self.weights, self._placed, self._keep = {}, None, None
 
 
 class Contender(ABC):
@@ -141,6 +155,10 @@ class Contender(ABC):
         workers = ray.get([worker.pid.remote() for worker in self.workers])
         return os.getpid() if self.sender is None else ray.get(self.sender.pid.remote()), workers
 
+    def file_bytes(self) -> int:
+        """Size of the files that it keeps in memory between two runs, mapped by nobody."""
+        return 0
+
     def close(self) -> None:
         """Release what is not the stage's."""
         return
@@ -184,14 +202,12 @@ class Memcpy(Contender):
 class Rayxfer(Contender):
     """`Controller.sync_weights(mapping)`, end to end.
 
-    workers: actors that stay the caller's; None: made here.
-
     Attributes:
         reports: of every run.
         stalls_s: async only: seconds until the call returned, per run.
     """
 
-    def __init__(self, stage: Stage, spec: Spec, workers: list[Any] | None = None) -> None:
+    def __init__(self, stage: Stage, spec: Spec) -> None:
         super().__init__(stage, spec)
         mode = MODES.get(spec.way)
         if mode == "async" and not hasattr(Controller, "sync_weights_async"):
@@ -202,13 +218,8 @@ class Rayxfer(Contender):
         self.reports: list[SyncReport] = []
         self.stalls_s: list[float] = []
         config: dict[str, Any] = {"load_mode": "mapped"} if self._mapped else {}
-        self._own = workers is None
         # Mapped workers give up their own copy at the first load, so they are made without one.
-        self.workers = (
-            spawn_workers(spec.workers, stage.shapes, not self._mapped)
-            if workers is None
-            else workers[: spec.workers]
-        )
+        self.workers = stage.take(spec.workers, touch=not self._mapped)
         try:
             self._controller = Controller(
                 self.workers,
@@ -219,7 +230,7 @@ class Rayxfer(Contender):
                 ),
             )
         except (rayxfer.ConfigError, rayxfer.BackendUnavailable) as error:
-            self._kill_own()
+            stage.give(self.workers, touch=not self._mapped)
             raise Unavailable(str(error)) from error
 
     def run(self) -> float:
@@ -247,11 +258,7 @@ class Rayxfer(Contender):
 
     def close(self) -> None:
         self._controller.shutdown()
-        self._kill_own()
-
-    def _kill_own(self) -> None:
-        for worker in self.workers if self._own else []:
-            ray.kill(worker)
+        self.stage.give(self.workers, touch=not self._mapped)
 
 
 def ping_all(workers: list[Any]) -> float:

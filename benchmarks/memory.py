@@ -1,69 +1,66 @@
-"""How much memory a process, or several, hold beyond what they held before. Linux only."""
+"""How much memory processes hold beyond what they held before. Linux only."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 _KIB = 1024
 
 
-def _field(path: str, key: str) -> int:
-    with open(path) as file:
-        for line in file:
-            if line.startswith(key):
-                return int(line.split()[1]) * _KIB
-    raise OSError(f"{path} has no {key}")
-
-
-def pss_bytes(pid: int) -> int:
-    """Its proportional set: a page that n processes map counts 1/n. 0 for a process that ended."""
+def pss_bytes(pid: int) -> dict[str, int]:
+    """Its proportional set, where a page that n processes map counts 1/n: "all", and of it
+    "shared" (memory files, tmpfs, Ray's object store). Zero for a process that has ended."""
+    found = {"all": 0, "shared": 0}
+    keys = {"Pss:": "all", "Pss_Shmem:": "shared"}
     try:
-        return _field(f"/proc/{pid}/smaps_rollup", "Pss:")
+        with open(f"/proc/{pid}/smaps_rollup") as file:
+            for line in file:
+                key, value, *_ = line.split()
+                if key in keys:
+                    found[keys[key]] = int(value) * _KIB
     except (FileNotFoundError, ProcessLookupError):
-        return 0
+        pass
+    return found
 
 
-class Peak:
-    """The most resident memory that one process had since this was made, above what it had then.
-    Exact (the kernel's high-water mark); pages shared with others count in full."""
+class Peaks:
+    """The most that each of several processes held, and all of them together, above what they held
+    at the start; read again and again by a thread. A context manager."""
 
-    def __init__(self, pid: int) -> None:
-        self._status = f"/proc/{pid}/status"
-        with open(f"/proc/{pid}/clear_refs", "w") as file:
-            file.write("5")  # sets the mark back to what is resident now
-        self._before = _field(self._status, "VmRSS:")
-
-    def extra_bytes(self) -> int:
-        return max(0, _field(self._status, "VmHWM:") - self._before)
-
-
-class HostPeak:
-    """The most memory that several processes held together, above what they held at the start:
-    proportional sets, summed every few milliseconds by a thread. A context manager."""
-
-    def __init__(self, pids: Sequence[int], interval_s: float = 0.005) -> None:
-        self._pids, self._interval_s = list(pids), interval_s
-        self._before = self._peak = self.now()
+    def __init__(self, pids: Iterable[int], interval_s: float = 0.001) -> None:
+        self._pids, self._interval_s = list(dict.fromkeys(pids)), interval_s
+        self._before = self._read()
+        self._peaks = dict(self._before)
+        self._peak = sum(self._before.values())
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
-    def now(self) -> int:
-        """Bytes held together at this moment."""
-        return sum(pss_bytes(pid) for pid in self._pids)
+    def _read(self) -> dict[int, int]:
+        return {pid: pss_bytes(pid)["all"] for pid in self._pids}
+
+    def _look(self) -> None:
+        found = self._read()
+        self._peaks = {pid: max(self._peaks[pid], value) for pid, value in found.items()}
+        self._peak = max(self._peak, sum(found.values()))
 
     def _watch(self) -> None:
         while not self._stop.wait(self._interval_s):
-            self._peak = max(self._peak, self.now())
+            self._look()
 
-    def __enter__(self) -> HostPeak:
+    def __enter__(self) -> Peaks:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._peak = max(self._peak, self.now())
+        self._look()
 
-    def extra_bytes(self) -> int:
-        return max(0, self._peak - self._before)
+    def of(self, pid: int) -> int:
+        """Bytes that this one held at the most, above what it held at the start."""
+        return self._peaks[pid] - self._before[pid]
+
+    def together(self) -> int:
+        """Bytes that all of them held at one moment, at the most, above the start."""
+        return self._peak - sum(self._before.values())

@@ -38,8 +38,8 @@ LIMIT = "memcpy"
 _TMPFS = "/dev/shm"
 
 
-DIRECT = "ray_direct_gloo"
-OWN_SENDER = ("ray_put_zero_copy", "gloo_broadcast", DIRECT)
+OVER_GLOO = ("gloo_broadcast", "ray_direct_gloo")
+OWN_SENDER = ("ray_put_zero_copy", *OVER_GLOO)
 """Peers that send from an actor, which holds a copy of the weights."""
 
 
@@ -103,36 +103,37 @@ class PeerSender:
         return put_and_take(self.weights, workers)
 
 
-class DirectSender(PeerSender):
-    """For Ray Direct Transport, which changes how its process serialises every tensor from the
-    first call on: `ray_put_zero_copy` took three times as long beside it."""
+class GlooSender(PeerSender):
+    """For both peers over gloo: a process has one default process group, and Ray Direct Transport
+    takes the one that is there. Not for `ray.put`: Ray Direct Transport changes how its process
+    serialises every tensor from the first call on (`ray_put_zero_copy` took three times as long)."""
 
     @ray.method(tensor_transport="gloo")
     def tensors(self) -> list[torch.Tensor]:
         return list(self.weights.values())
 
 
-def peer_workers(stage: Stage, count: int, direct: bool = False) -> list[Any]:
-    """The stage's receivers for peers; direct: for Ray Direct Transport, which needs its own."""
-    key = ("workers", count, direct)
-    if key not in stage.actors:
-        flags = {"enable_tensor_transport": True} if direct else {}
-        actor_class = ray.remote(num_cpus=0, **flags)(PeerWorker)
-        stage.actors[key] = [actor_class.remote(stage.shapes) for _ in range(count)]
-    workers: list[Any] = stage.actors[key]
-    return workers
+def peer_workers(stage: Stage, count: int) -> list[Any]:
+    """The stage's receivers for peers: the first `count`, made if there are not enough."""
+    workers = stage.peers.setdefault("workers", [])
+    # Ray Direct Transport needs the flag in its receivers; the other peers do not notice it.
+    actor_class = ray.remote(num_cpus=0, enable_tensor_transport=True)(PeerWorker)
+    while len(workers) < count:
+        workers.append(actor_class.remote(stage.shapes))
+    return workers[:count]
 
 
-def peer_sender(stage: Stage, direct: bool = False) -> Any:
-    """The stage's sending actor. RAY_ENABLE_ZERO_COPY_TORCH_TENSORS is read at a process's start."""
-    key = ("sender", direct)
-    if key not in stage.actors:
-        env = {"env_vars": {} if direct else {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"}}
-        actor_class = ray.remote(num_cpus=0, runtime_env=env)(
-            DirectSender if direct else PeerSender
-        )
-        stage.actors[key] = actor_class.remote(stage.shapes)
-    return stage.actors[key]
+def peer_sender(stage: Stage, way: str) -> Any:
+    """The actor that sends for `way`. RAY_ENABLE_ZERO_COPY_TORCH_TENSORS is read at a process's
+    start."""
+    kind = GlooSender if way in OVER_GLOO else PeerSender
+    senders = stage.peers.setdefault(kind.__name__, [])
+    if not senders:
+        env = {
+            "env_vars": {"RAY_ENABLE_ZERO_COPY_TORCH_TENSORS": "1"} if kind is PeerSender else {}
+        }
+        senders.append(ray.remote(num_cpus=0, runtime_env=env)(kind).remote(stage.shapes))
+    return senders[0]
 
 
 def put_and_take(weights: dict[str, torch.Tensor], workers: list[Any]) -> float:
@@ -155,7 +156,7 @@ class RayPut(Contender):
     def __init__(self, stage: Stage, spec: Spec) -> None:
         super().__init__(stage, spec)
         self.workers = peer_workers(stage, spec.workers)
-        self.sender = peer_sender(stage) if spec.way == "ray_put_zero_copy" else None
+        self.sender = peer_sender(stage, spec.way) if spec.way in OWN_SENDER else None
 
     def run(self) -> float:
         if self.sender is None:
@@ -192,6 +193,9 @@ class SafetensorsTmpfs(Contender):
         self._save(self.stage.weights, path)
         ray.get([worker.take_file.remote(path) for worker in self.workers])
         return time.perf_counter() - start
+
+    def file_bytes(self) -> int:
+        return sum(entry.stat().st_size for entry in os.scandir(self._folder))
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

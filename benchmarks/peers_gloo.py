@@ -20,6 +20,8 @@ _TIMEOUT = timedelta(seconds=60)
 
 def _join(actor: Any, address: str, rank: int, size: int) -> None:
     """Become `rank` of `size` in the process group of the peers' actors."""
+    if dist.is_initialized() and dist.get_world_size() != size:  # of a contender that is gone
+        dist.destroy_process_group()
     if not dist.is_initialized():
         dist.init_process_group(
             "gloo", init_method=address, rank=rank, world_size=size, timeout=_TIMEOUT
@@ -53,10 +55,12 @@ class GlooBroadcast(Contender):
 
     def __init__(self, stage: Stage, spec: Spec) -> None:
         super().__init__(stage, spec)
-        self.sender, self.workers = peer_sender(stage), peer_workers(stage, spec.workers)
+        self.sender = peer_sender(stage, spec.way)
+        self.workers = peer_workers(stage, spec.workers)
         address: str = ray.get(self.sender.call.remote(_free_address))
         ranks = [self.sender, *self.workers]
-        ray.get([a.call.remote(_join, address, i, len(ranks)) for i, a in enumerate(ranks)])
+        joins = [a.call.remote(_join, address, i, len(ranks)) for i, a in enumerate(ranks)]
+        ray.get(joins, timeout=2 * _TIMEOUT.total_seconds())
 
     def run(self) -> float:
         start = time.perf_counter()
@@ -87,8 +91,8 @@ class RayDirectGloo(Contender):
         super().__init__(stage, spec)
         from ray.experimental.collective import create_collective_group
 
-        self.sender = peer_sender(stage, direct=True)
-        self.workers = peer_workers(stage, spec.workers, direct=True)
+        self.sender = peer_sender(stage, spec.way)
+        self.workers = peer_workers(stage, spec.workers)
         self._group = create_collective_group([self.sender, *self.workers], backend="gloo")
 
     def run(self) -> float:

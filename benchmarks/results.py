@@ -161,23 +161,36 @@ def memory(out: Out) -> str:
         for row in out["memory"]["rows"]
     ]
     title = (
-        f"{_mib(out['memory']['rows'][0]['num_bytes'])} MiB of weights; peak above what was held before "
-        "the first sync. Sender and worker: resident (pages shared with others count in full); host: "
-        "proportional sets of all of them and of Ray's object store. Mapped workers bring no copy of "
-        "their own, the others hold one already."
+        f"{_mib(out['memory']['rows'][0]['num_bytes'])} MiB of weights; peaks above what was held before "
+        "the first sync, as proportional sets (a page that n processes map counts 1/n). Host: sender, "
+        "workers and Ray's object store together. Mapped workers bring no copy of their own; the "
+        "others hold one already, which does not count."
         if cells
         else ""
     )
     flat = [
-        [row["name"], str(row["rounds"]), _mib(row["num_bytes"]), _mib(row["growth_bytes"], 1)]
+        [
+            row["name"],
+            *(_mib(row[key], 1) for key in ("private_growth_bytes", "shared_growth_bytes")),
+        ]
         for row in out["memory"]["flat"]
     ]
-    growth = table(["way", "rounds", "model, MiB", "growth after the tenth, MiB"], flat)
-    return f"{title}\n\n{table(head, cells)}\n\n{growth}"
+    if not flat:
+        return f"{title}\n\n{table(head, cells)}"
+    first = out["memory"]["flat"][0]
+    story = (
+        f"{first['rounds']} rounds of {_mib(first['num_bytes'])} MiB: growth after the first "
+        f"{first['after']} (shared: Ray's object store touches new pages before it uses old ones)."
+    )
+    growth = table(["way", "private, MiB", "shared, MiB"], flat)
+    return f"{title}\n\n{table(head, cells)}\n\n{story}\n\n{growth}"
 
 
 def targets(out: Out) -> str:
     """Each promise with what was measured."""
+    rows = out.get("headline", {}).get("rows")
+    small = rows and rows[0]["num_bytes"] < 0.95 * 2**30
+    note = "The bounds are meant for 1 GiB; this run had less.\n\n" if small else ""
     cells = []
     for one in out["targets"]:
         value = "-" if one["value"] is None else f"{one['value']:.2f}"
@@ -185,7 +198,7 @@ def targets(out: Out) -> str:
         bound = "-" if one["bound"] is None else f"{sign} {one['bound']:.2f}"
         name = f"{one['name']} ({one['note']})" if one["note"] else one["name"]
         cells.append([name, value, bound, one["verdict"]])
-    return table(["target", "measured", "bound", "verdict"], cells)
+    return note + table(["target", "measured", "bound", "verdict"], cells)
 
 
 def skipped(out: Out) -> str:

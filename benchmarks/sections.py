@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-import ray
-
 from benchmarks import reporting
-from benchmarks.contenders import Contender, Rayxfer, Spec, Stage, Unavailable, ping_all
-from benchmarks.memory import HostPeak, Peak
-from benchmarks.peers import DIRECT, LIMIT, OWN_SENDER, PEERS, peer_class, peer_sender, peer_workers
-from benchmarks.shapes import MODELS, equal_shapes, num_bytes, shapes_of
-from benchmarks.turns import TooLarge, check, make, measure, row
-from benchmarks.weights import spawn_workers
+from benchmarks.contenders import MODES, Rayxfer, Spec, Stage, ping_all
+from benchmarks.peers import LIMIT, PEERS
+from benchmarks.shapes import MODELS, equal_shapes, shapes_of
+from benchmarks.turns import TooLarge, check, check_memory, measure, measure_on, row
 
 Out = dict[str, Any]
 
 _MIB = 1 << 20
 _FIXED_WORKERS, _FIXED_TENSORS, _FIXED_TENSOR_BYTES = 4, 300, 1 << 10
 _WARM_UP_ROUNDS = 5
-_MEMORY_ROUNDS = 3
-_FLAT_ROUNDS, _FLAT_AFTER = 50, 10
 _BOTH = ("shm", "shm_placed")
 """Ways that are measured with and without verification unless `verify` says otherwise: the others
 are there without, like the peers, so that all of them fit into memory at 1 GiB."""
@@ -39,6 +31,7 @@ class Plan:
         ways: of rayxfer: backends and `contenders.MODES`.
         verify: "on", "off" or both, for every way; None: see `_BOTH`.
         sweep_bytes: the size where something else is varied.
+        own_ray: Ray may be shut down and started anew, where a measurement needs it untouched.
     """
 
     size_bytes: int = 512 * _MIB
@@ -54,6 +47,7 @@ class Plan:
     sizes: tuple[int, ...] = (_MIB, 16 * _MIB, 256 * _MIB, 1024 * _MIB, 4096 * _MIB)
     worker_counts: tuple[int, ...] = (1, 2, 4, 8)
     tensor_counts: tuple[int, ...] = (10, 200, 1000, 10_000)
+    own_ray: bool = False
 
     def verify_of(self, way: str) -> tuple[str, ...]:
         return self.verify or (("on", "off") if way in _BOTH else ("off",))
@@ -85,13 +79,22 @@ def fleet(plan: Plan) -> Out:
 
 
 def workers(plan: Plan) -> Out:
-    """What each way costs by the number of workers. One group per count."""
+    """What each way costs by the number of workers. One group per count, over the same actors."""
     shapes = shapes_of(plan.shapes, plan.sweep_bytes, plan.tensors)
-    parts = []
-    for count in plan.worker_counts:
-        ways = ("shm", "shm_mapped", "gloo", "gloo_broadcast", "ray_put_zero_copy")
-        specs = plan.some([LIMIT]) + plan.some(ways, workers=count)
-        parts.append(_try(specs, {"": shapes}, plan, f"workers: {count}"))
+    ways = ("shm", "shm_mapped", "gloo", "gloo_broadcast", "ray_put_zero_copy")
+    groups = [
+        plan.some([LIMIT]) + plan.some(ways, workers=count)
+        for count in sorted(plan.worker_counts, reverse=True)
+    ]
+    check_memory(groups[0], {"": shapes}, "workers")
+    stage = Stage(shapes)
+    try:
+        parts = [
+            measure_on({"": stage}, specs, plan.repeats, f"workers: {specs[-1].workers}")
+            for specs in reversed(groups)
+        ]
+    finally:
+        stage.close()
     return _joined(parts)
 
 
@@ -139,32 +142,16 @@ def fixed(plan: Plan) -> Out:
     """What a sync costs where there is almost nothing to send. A bare fan-out to the same workers
     takes turns with each contender."""
     stage = Stage(equal_shapes(_FIXED_TENSORS * _FIXED_TENSOR_BYTES, _FIXED_TENSORS))
-    actors = spawn_workers(_FIXED_WORKERS, stage.shapes)
-    rows = []
-    backends = [way for way in plan.ways if not way.startswith("shm_")]
-    for way in backends if plan.fixed_rounds > 0 else []:
-        for verify in plan.verify or ("on", "off"):
-            print(f"fixed: {way}, verify {verify}", file=sys.stderr, flush=True)
-            contender = Rayxfer(stage, Spec(way, verify, _FIXED_WORKERS), actors)
-            pings: list[float] = []
-            samples: list[float] = []
-            try:
-                for turn in range(-_WARM_UP_ROUNDS, plan.fixed_rounds):
-                    if turn == 0:
-                        pings, samples = [], []
-                        contender.forget()
-                        contender.poison()
-                    pings.append(ping_all(actors))
-                    samples.append(contender.run())
-                check(contender)
-            finally:
-                contender.close()
-            made = row(contender, samples)
-            made["ping"] = reporting.summary(pings)
-            made["x_ping"] = made["median_s"] / made["ping"]["median_s"]
-            rows.append(made)
-    for actor in actors:
-        ray.kill(actor)
+    backends = [way for way in plan.ways if way not in MODES] if plan.fixed_rounds > 0 else []
+    specs = [
+        Spec(way, verify, _FIXED_WORKERS)
+        for way in backends
+        for verify in plan.verify or ("on", "off")
+    ]
+    try:
+        rows = [_fixed_row(stage, spec, plan.fixed_rounds) for spec in specs]
+    finally:
+        stage.close()
     return {
         "workers": _FIXED_WORKERS,
         "tensors": _FIXED_TENSORS,
@@ -174,107 +161,26 @@ def fixed(plan: Plan) -> Out:
     }
 
 
-def memory(plan: Plan) -> Out:
-    """Peak memory beyond what was held before the first sync, per side and together; and whether
-    many rounds of a small model add any. Nothing is timed here."""
-    shapes = shapes_of(plan.shapes, plan.sweep_bytes, plan.tensors)
-    out: Out = {"rows": [], "skipped": {}, "flat": []}
-    most = max(plan.worker_counts)
-    for way in (*plan.peers, *plan.ways):
-        if way == LIMIT:
-            continue
-        count = most if way == "shm_mapped" else 1
-        spec = Spec(way, "" if way in PEERS else "off", count)
-        print(f"memory: {spec}", file=sys.stderr, flush=True)
-        stage = Stage(shapes)
-        try:
-            out["rows"].append(_memory_row(stage, spec))
-        except Unavailable as error:
-            out["skipped"][spec.name] = str(error)
-        finally:
-            stage.close()
-    small = Stage(shapes_of(plan.shapes, min(16 * _MIB, plan.sweep_bytes)))
-    for spec in plan.some([way for way in plan.ways if not way.startswith("shm_")]):
-        print(f"memory, {_FLAT_ROUNDS} rounds: {spec}", file=sys.stderr, flush=True)
-        out["flat"].append(_flat_row(small, spec))
-    small.close()
-    return out
-
-
-def _memory_row(stage: Stage, spec: Spec) -> Out:
-    contender: Contender | None = None
-    if (
-        spec.way in PEERS
-    ):  # some open their channel when they are made, so what they need comes first
-        kind = peer_class(spec.way)
-        direct = spec.way == DIRECT
-        actors = list(peer_workers(stage, spec.workers, direct))
-        actors += [peer_sender(stage, direct)] if spec.way in OWN_SENDER else []
-        ray.get([actor.call.remote(_import, kind.imports) for actor in actors])
-        _import(None, kind.imports)
-        pids = ray.get([actor.pid.remote() for actor in actors])
-        sender = pids.pop() if spec.way in OWN_SENDER else os.getpid()
-    else:
-        contender = make(stage, spec)
-        sender, pids = contender.pids()
+def _fixed_row(stage: Stage, spec: Spec, rounds: int) -> Out:
+    print(f"fixed: {spec}", file=sys.stderr, flush=True)
+    contender = Rayxfer(stage, spec)
+    pings: list[float] = []
+    samples: list[float] = []
     try:
-        sides = [Peak(sender), *(Peak(pid) for pid in pids)]
-        with HostPeak([*{os.getpid(), sender, *pids}, *_raylets()]) as host:
-            contender = contender or make(stage, spec)
-            for _ in range(_MEMORY_ROUNDS):
-                contender.run()
-        contender.poison()
-        contender.run()
+        for turn in range(-_WARM_UP_ROUNDS, rounds):
+            if turn == 0:
+                pings, samples = [], []
+                contender.forget()
+                contender.poison()
+            pings.append(ping_all(contender.workers))
+            samples.append(contender.run())
         check(contender)
     finally:
-        if contender is not None:
-            contender.close()
-    return {
-        "way": spec.way,
-        "name": spec.name,
-        "verify": spec.verify,
-        "workers": spec.workers,
-        "num_bytes": num_bytes(stage.shapes),
-        "sender_extra_bytes": sides[0].extra_bytes(),
-        "worker_extra_bytes": max(side.extra_bytes() for side in sides[1:]),
-        "host_extra_bytes": host.extra_bytes(),
-    }
-
-
-def _flat_row(stage: Stage, spec: Spec) -> Out:
-    contender = make(stage, spec)
-    try:
-        sender, pids = contender.pids()
-        host = HostPeak([sender, *pids, *_raylets()])
-        early = 0
-        for done in range(1, _FLAT_ROUNDS + 1):
-            contender.run()
-            if done == _FLAT_AFTER:
-                early = host.now()
-        late = host.now()
-    finally:
         contender.close()
-    return {
-        "name": spec.name,
-        "num_bytes": num_bytes(stage.shapes),
-        "rounds": _FLAT_ROUNDS,
-        "after": _FLAT_AFTER,
-        "growth_bytes": late - early,
-    }
-
-
-def _import(_actor: Any, names: Sequence[str]) -> None:
-    import contextlib
-    import importlib
-
-    for name in names:
-        with contextlib.suppress(Exception):  # what is missing is said where it is used
-            importlib.import_module(name)
-
-
-def _raylets() -> list[int]:
-    """The process that holds Ray's object store."""
-    return [child.pid for child in psutil.Process().children() if child.name() == "raylet"]
+    made = row(contender, samples)
+    made["ping"] = reporting.summary(pings)
+    made["x_ping"] = made["median_s"] / made["ping"]["median_s"]
+    return made
 
 
 def _try(specs: Sequence[Spec], cases: dict[str, Any], plan: Plan, title: str) -> Out:
@@ -295,16 +201,3 @@ def _joined(parts: Sequence[Out]) -> Out:
 def _size(size_bytes: int) -> str:
     gib = size_bytes / 1024**3
     return f"{gib:g} GiB" if gib >= 1 else f"{size_bytes / _MIB:g} MiB"
-
-
-SECTIONS: dict[str, Callable[[Plan], Out]] = {
-    "headline": headline,
-    "fixed": fixed,
-    "fleet": fleet,
-    "stall": stall,
-    "workers": workers,
-    "sizes": sizes,
-    "tensors": tensors,
-    "models": models,
-    "memory": memory,
-}

@@ -28,12 +28,25 @@ os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "16")
 
 import ray
 
-from benchmarks import plots, reporting, results, targets
+from benchmarks import cluster, plots, reporting, results, sections, targets
 from benchmarks.contenders import MODES
+from benchmarks.footprint import memory
 from benchmarks.peers import PEERS
-from benchmarks.sections import SECTIONS, Plan
+from benchmarks.sections import Plan
 from benchmarks.shapes import MODELS
 from benchmarks.turns import TooLarge
+
+SECTIONS: dict[str, Callable[[Plan], dict[str, Any]]] = {
+    "headline": sections.headline,
+    "fixed": sections.fixed,
+    "fleet": sections.fleet,
+    "stall": sections.stall,
+    "workers": sections.workers,
+    "sizes": sections.sizes,
+    "tensors": sections.tensors,
+    "models": sections.models,
+    "memory": memory,  # the last one: it may start Ray anew
+}
 
 _MIB = 1 << 20
 _DEFAULT_SECTIONS = ("headline", "fixed")
@@ -129,13 +142,14 @@ def plan_of(args: argparse.Namespace) -> Plan:
         fixed_rounds=(20 if args.quick else 60) if args.fixed_rounds is None else args.fixed_rounds,
         sweep_bytes=sweep,
         sizes=tuple(size for size in Plan().sizes if size <= largest),
+        own_ray=True,
     )
 
 
-def run(plan: Plan, sections: Sequence[str]) -> dict[str, Any]:
-    """Measure `sections`, in a Ray of its own."""
+def run(plan: Plan, names: Sequence[str]) -> dict[str, Any]:
+    """Measure the sections `names`, in a Ray of its own."""
     out: dict[str, Any] = {
-        "settings": {**vars(plan), "sections": list(sections)},
+        "settings": {**vars(plan), "sections": list(names)},
         "environment": reporting.environment(),
         "load_before": os.getloadavg(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -143,21 +157,15 @@ def run(plan: Plan, sections: Sequence[str]) -> dict[str, Any]:
     }
     if out["load_before"][0] > 0.5 * out["environment"]["cores"]:
         print("others are using this machine: repeat it when the load is lower", file=sys.stderr)
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=max(1 << 30, 3 * plan.size_bytes),
-    )
+    cluster.start(max(1 << 30, 5 * plan.size_bytes // 2))
     start = time.monotonic()
     try:
-        for name in sections:
+        for name in names:
             begun = time.monotonic()
             try:
                 out[name] = SECTIONS[name](plan)
             except TooLarge as error:
-                if len(sections) == 1:
+                if len(names) == 1:
                     raise SystemExit(str(error)) from error
                 print(f"  skipped {name}: {error}", file=sys.stderr)
                 out[name] = {"rows": [], "skipped": {name: str(error)}}

@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks import reporting
 from benchmarks.contenders import MODES, Contender, Rayxfer, Spec, Stage, Unavailable
-from benchmarks.peers import DIRECT, LIMIT, OWN_SENDER, PEERS, peer_class
+from benchmarks.peers import LIMIT, OVER_GLOO, OWN_SENDER, PEERS, peer_class
 from benchmarks.shapes import Shapes, num_bytes
 
 
@@ -35,9 +35,20 @@ def measure(
     Raises:
         TooLarge: it would not fit into memory. SystemExit: a receiver holds wrong bytes.
     """
-    print(f"{title}: {len(specs)} contenders, {repeats} turns", file=sys.stderr, flush=True)
-    _check_memory(specs, cases, title)
+    check_memory(specs, cases, title)
     stages = {case: Stage(shapes) for case, shapes in cases.items()}
+    try:
+        return measure_on(stages, specs, repeats, title)
+    finally:
+        for stage in stages.values():
+            stage.close()
+
+
+def measure_on(
+    stages: Mapping[str, Stage], specs: Sequence[Spec], repeats: int, title: str
+) -> dict[str, Any]:
+    """The same over stages that stay the caller's."""
+    print(f"{title}: {len(specs)} contenders, {repeats} turns", file=sys.stderr, flush=True)
     contenders: list[Contender] = []
     skipped: dict[str, str] = {}
     try:
@@ -46,14 +57,13 @@ def measure(
                 contenders.append(make(stages[spec.case], spec))
             except Unavailable as error:
                 skipped[spec.name] = str(error)
-                print(f"  skipped {spec.name}: {error}", file=sys.stderr, flush=True)
+        for name, reason in skipped.items():
+            print(f"  skipped {name}: {reason}", file=sys.stderr, flush=True)
         samples = take_turns(contenders, repeats)
         rows = [row(c, s) for c, s in zip(contenders, samples, strict=True)]
     finally:
         for contender in contenders:
             contender.close()
-        for stage in stages.values():
-            stage.close()
     add_ratios(rows)
     return {"rows": rows, "skipped": skipped}
 
@@ -125,9 +135,9 @@ def copies_held(specs: Sequence[Spec]) -> int:
     """How many copies of one case's weights are in memory at once, at the most."""
     peers = [spec for spec in specs if spec.way in PEERS and spec.way != LIMIT]
     copies = 1 + sum(spec.workers for spec in specs if spec.way == LIMIT)
-    copies += sum({(spec.workers, spec.way == DIRECT): spec.workers for spec in peers}.values())
-    copies += len({spec.way == DIRECT for spec in peers if spec.way in OWN_SENDER})  # senders
-    copies += 2 * bool(peers)  # on the way, at the most
+    copies += max((spec.workers for spec in peers), default=0)
+    copies += len({spec.way in OVER_GLOO for spec in peers if spec.way in OWN_SENDER})  # senders
+    copies += 3 * bool(peers)  # on the way, and what Ray's store keeps of what went before
     copies += any(spec.way == "shm_placed" for spec in specs)
     for spec in specs:
         if spec.way not in PEERS:
@@ -138,7 +148,8 @@ def copies_held(specs: Sequence[Spec]) -> int:
     return copies
 
 
-def _check_memory(specs: Sequence[Spec], cases: Mapping[str, Shapes], title: str) -> None:
+def check_memory(specs: Sequence[Spec], cases: Mapping[str, Shapes], title: str) -> None:
+    """Raises: TooLarge."""
     need = sum(
         num_bytes(shapes) * copies_held([spec for spec in specs if spec.case == case])
         for case, shapes in cases.items()
