@@ -103,7 +103,7 @@ class Stage:
         self._free[touch] += workers
 
     def close(self) -> None:
-        for actor in [*self._all, *(actor for actors in self.peers.values() for actor in actors)]:
+        for actor in {*self._all, *(actor for actors in self.peers.values() for actor in actors)}:
             ray.kill(actor)
         self._all, self._free, self.peers = [], {True: [], False: []}, {}
         self.weights, self._placed, self._keep = {}, None, None

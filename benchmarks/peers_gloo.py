@@ -18,10 +18,24 @@ WINDOW = 8
 _TIMEOUT = timedelta(seconds=60)
 
 
+def _ranks(stage: Stage, spec: Spec) -> list[Any]:
+    """The sender and the workers of `spec`, in no process group or in that of just these. A group of
+    contenders has one number of workers; what an earlier one left is ended here."""
+    ranks = [peer_sender(stage, spec.way), *peer_workers(stage, spec.workers)]
+    if stage.peers.get("in a process group") not in (None, ranks):
+        everyone = [ranks[0], *stage.peers["workers"]]
+        ray.get([actor.call.remote(_leave) for actor in everyone], timeout=_TIMEOUT.total_seconds())
+    stage.peers["in a process group"] = ranks
+    return ranks
+
+
+def _leave(_actor: Any) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _join(actor: Any, address: str, rank: int, size: int) -> None:
     """Become `rank` of `size` in the process group of the peers' actors."""
-    if dist.is_initialized() and dist.get_world_size() != size:  # of a contender that is gone
-        dist.destroy_process_group()
     if not dist.is_initialized():
         dist.init_process_group(
             "gloo", init_method=address, rank=rank, world_size=size, timeout=_TIMEOUT
@@ -55,10 +69,8 @@ class GlooBroadcast(Contender):
 
     def __init__(self, stage: Stage, spec: Spec) -> None:
         super().__init__(stage, spec)
-        self.sender = peer_sender(stage, spec.way)
-        self.workers = peer_workers(stage, spec.workers)
+        self.sender, *self.workers = ranks = _ranks(stage, spec)
         address: str = ray.get(self.sender.call.remote(_free_address))
-        ranks = [self.sender, *self.workers]
         joins = [a.call.remote(_join, address, i, len(ranks)) for i, a in enumerate(ranks)]
         ray.get(joins, timeout=2 * _TIMEOUT.total_seconds())
 
@@ -91,9 +103,8 @@ class RayDirectGloo(Contender):
         super().__init__(stage, spec)
         from ray.experimental.collective import create_collective_group
 
-        self.sender = peer_sender(stage, spec.way)
-        self.workers = peer_workers(stage, spec.workers)
-        self._group = create_collective_group([self.sender, *self.workers], backend="gloo")
+        self.sender, *self.workers = ranks = _ranks(stage, spec)
+        self._group = create_collective_group(ranks, backend="gloo")
 
     def run(self) -> float:
         start = time.perf_counter()
