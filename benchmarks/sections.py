@@ -47,6 +47,7 @@ class Plan:
     sizes: tuple[int, ...] = (_MIB, 16 * _MIB, 256 * _MIB, 1024 * _MIB, 4096 * _MIB)
     worker_counts: tuple[int, ...] = (1, 2, 4, 8)
     tensor_counts: tuple[int, ...] = (10, 200, 1000, 10_000)
+    models: tuple[str, ...] = tuple(MODELS)
     own_ray: bool = False
 
     def verify_of(self, way: str) -> tuple[str, ...]:
@@ -120,7 +121,7 @@ def tensors(plan: Plan) -> Out:
 def models(plan: Plan) -> Out:
     """Real models' shapes, scaled to one size. One group per model."""
     parts = []
-    for name in MODELS:
+    for name in plan.models:
         specs = plan.some((LIMIT, "shm", "gloo", "gloo_broadcast"), case=name)
         if "shm" in plan.ways:
             specs.insert(1, Spec("shm", "on", case=name))
