@@ -11,7 +11,7 @@ from benchmarks.results import label
 Out = dict[str, Any]
 
 _OURS, _PEER, _LIMIT_COLOR = "#1f6fb4", "#b8b8b8", "#222222"
-_CYCLE = ("#1f6fb4", "#e08a1e", "#3a923a", "#8a5fb0", "#c03d3e", "#7f7f7f")
+_CYCLE = ("#1f6fb4", "#e08a1e", "#3a923a", "#8a5fb0", "#c03d3e", "#7f7f7f", "#17becf")
 _LIMIT = "memcpy"
 _PHASES = ("begin", "connect", "prepare", "update", "finish", "commit", "rest")
 
@@ -56,10 +56,14 @@ def draw(out: Out, folder: pathlib.Path) -> list[pathlib.Path]:
 
 def _work(row: dict[str, Any]) -> str:
     plural = "s" if row["workers"] > 1 else ""
-    return f"{row['num_bytes'] / 2**30:.2g} GiB to {row['workers']} worker{plural}"
+    size = row["num_bytes"] / 2**20
+    text = f"{size / 1024:.2g} GiB" if size > 1000 else f"{size:.0f} MiB"
+    return f"{text} to {row['workers']} worker{plural}"
 
 
 def _overview(out: Out, axes: Any) -> None:
+    from matplotlib.patches import Patch
+
     rows = [row for row in out["headline"]["rows"] if row["way"] != _LIMIT]
     rows.sort(key=lambda row: row["gigabytes_per_second"])
     speeds = [row["gigabytes_per_second"] for row in rows]
@@ -69,8 +73,12 @@ def _overview(out: Out, axes: Any) -> None:
     for row in out["headline"]["rows"]:
         if row["way"] == _LIMIT:
             limit = row["gigabytes_per_second"]
-            axes.axvline(limit, color=_LIMIT_COLOR, linestyle="--")
-            axes.text(limit, -0.4, " memcpy: the limit", ha="right", va="bottom", rotation=90)
+            text = f"memcpy in one process, the limit: {limit:.1f}"
+            axes.axvline(limit, color=_LIMIT_COLOR, linestyle="--", label=text)
+    handles, _ = axes.get_legend_handles_labels()
+    handles.append(Patch(color=_OURS, label="rayxfer: versioned, all or nothing"))
+    handles.append(Patch(color=_PEER, label="other ways"))
+    axes.legend(handles=handles, loc="lower right")
     axes.set_xlabel("GB/s, more is better")
     axes.set_title(f"Weight sync, {_work(out['headline']['rows'][0])} on the same host")
 
@@ -98,7 +106,7 @@ def _lines(rows: list[dict[str, Any]], axes: Any, x: str, y: Callable[[Any], flo
         style = {"color": _LIMIT_COLOR, "linestyle": "--"} if limit else {}
         style = style or {"color": _CYCLE[(index - 1) % len(_CYCLE)], "marker": "o"}
         axes.plot(*zip(*points, strict=True), label=way, **style)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="best")
 
 
 def _ticks(axes: Any, values: list[float], labels: list[str]) -> None:

@@ -22,6 +22,7 @@ LABELS = {
     "gloo_broadcast": "gloo broadcast per tensor",
     "ray_direct_gloo": "Ray Direct Transport, gloo",
     "torchrl_ray": "TorchRL's Ray weight sync",
+    "rayxfer shm, placed": "rayxfer shm + share_memory",
 }
 
 
