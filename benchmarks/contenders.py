@@ -155,10 +155,6 @@ class Contender(ABC):
         workers = ray.get([worker.pid.remote() for worker in self.workers])
         return os.getpid() if self.sender is None else ray.get(self.sender.pid.remote()), workers
 
-    def file_bytes(self) -> int:
-        """Size of the files that it keeps in memory between two runs, mapped by nobody."""
-        return 0
-
     def close(self) -> None:
         """Release what is not the stage's."""
         return

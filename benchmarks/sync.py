@@ -115,6 +115,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--sections", type=_names(tuple(SECTIONS)), help=f"out of {','.join(SECTIONS)}")
     add("--all", action="store_true", help="every section (default: headline,fixed)")
     add("--quick", action="store_true", help="small: 64 MiB, 3 repeats, 20 rounds")
+    add("--minutes", type=float, help="begin no section after this long; what is left is skipped")
     add("--json", type=pathlib.Path, help="where to write everything that was measured")
     add("--plots", type=pathlib.Path, help="a folder for pictures (needs matplotlib)")
     add("--from-json", type=pathlib.Path, help="measure nothing: show what --json once wrote")
@@ -146,7 +147,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     )
 
 
-def run(plan: Plan, names: Sequence[str]) -> dict[str, Any]:
+def run(plan: Plan, names: Sequence[str], minutes: float | None = None) -> dict[str, Any]:
     """Measure the sections `names`, in a Ray of its own."""
     out: dict[str, Any] = {
         "settings": {**vars(plan), "sections": list(names)},
@@ -157,11 +158,14 @@ def run(plan: Plan, names: Sequence[str]) -> dict[str, Any]:
     }
     if out["load_before"][0] > 0.5 * out["environment"]["cores"]:
         print("others are using this machine: repeat it when the load is lower", file=sys.stderr)
-    cluster.start(max(1 << 30, 5 * plan.size_bytes // 2))
+    cluster.start(max(1 << 30, 2 * plan.size_bytes + 128 * _MIB))
     start = time.monotonic()
     try:
         for name in names:
             begun = time.monotonic()
+            if minutes is not None and begun - start > 60 * minutes:
+                out[name] = {"rows": [], "skipped": {name: f"{minutes:g} minutes were over"}}
+                continue
             try:
                 out[name] = SECTIONS[name](plan)
             except TooLarge as error:
@@ -200,7 +204,7 @@ def main(argv: Sequence[str]) -> None:
             plots.draw(out, args.plots)
         return
     default = tuple(SECTIONS) if args.all else _DEFAULT_SECTIONS
-    out = run(plan_of(args), args.sections or default)
+    out = run(plan_of(args), args.sections or default, args.minutes)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(out, indent=1) + "\n")
