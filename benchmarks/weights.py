@@ -33,9 +33,11 @@ def make_weights(shapes: Shapes) -> dict[str, torch.Tensor]:
 
 
 def poisoned_weights(shapes: Shapes) -> dict[str, torch.Tensor]:
-    """Every byte is POISON, in next to no memory: for receivers whose weights cannot be written."""
-    item = torch.full((torch.bfloat16.itemsize,), POISON, dtype=torch.uint8).view(torch.bfloat16)
-    return {name: item.expand(shape) for name, shape in shapes.items()}
+    """Every byte is POISON: to send to receivers whose weights cannot be written. Tensors of their
+    own, since views of one item would be tied weights, another kind of offer than the real one."""
+    weights = {name: torch.empty(s, dtype=torch.bfloat16) for name, s in shapes.items()}
+    poison(weights)
+    return weights
 
 
 def poison(tensors: dict[str, torch.Tensor]) -> None:
