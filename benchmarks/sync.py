@@ -147,8 +147,17 @@ def plan_of(args: argparse.Namespace) -> Plan:
     )
 
 
-def run(plan: Plan, names: Sequence[str], minutes: float | None = None) -> dict[str, Any]:
-    """Measure the sections `names`, in a Ray of its own."""
+def run(
+    plan: Plan,
+    names: Sequence[str],
+    minutes: float | None = None,
+    save: Callable[[dict[str, Any]], None] = lambda out: None,
+) -> dict[str, Any]:
+    """Measure the sections `names`, in a Ray of its own.
+
+    minutes: no section begins later. save: called with what there is after each section, so that a
+    run that is ended loses no more than the section it was in.
+    """
     out: dict[str, Any] = {
         "settings": {**vars(plan), "sections": list(names)},
         "environment": reporting.environment(),
@@ -174,11 +183,18 @@ def run(plan: Plan, names: Sequence[str], minutes: float | None = None) -> dict[
                 print(f"  skipped {name}: {error}", file=sys.stderr)
                 out[name] = {"rows": [], "skipped": {name: str(error)}}
             out["section_s"][name] = time.monotonic() - begun
+            _finish(out, start)
+            save(out)
     finally:
         ray.shutdown()
+    _finish(out, start)
+    save(out)
+    return out
+
+
+def _finish(out: dict[str, Any], start: float) -> None:
     out["load_after"], out["wall_s"] = os.getloadavg(), time.monotonic() - start
     out["targets"] = targets.as_rows(targets.verdicts(out))
-    return out
 
 
 def show(out: dict[str, Any], folder: pathlib.Path | None) -> None:
@@ -204,10 +220,13 @@ def main(argv: Sequence[str]) -> None:
             plots.draw(out, args.plots)
         return
     default = tuple(SECTIONS) if args.all else _DEFAULT_SECTIONS
-    out = run(plan_of(args), args.sections or default, args.minutes)
-    if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(out, indent=1) + "\n")
+
+    def save(out: dict[str, Any]) -> None:
+        if args.json is not None:
+            args.json.parent.mkdir(parents=True, exist_ok=True)
+            args.json.write_text(json.dumps(out, indent=1) + "\n")
+
+    out = run(plan_of(args), args.sections or default, args.minutes, save)
     show(out, args.plots)
 
 
