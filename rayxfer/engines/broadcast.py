@@ -31,6 +31,7 @@ from rayxfer.engines.collective import (
 )
 from rayxfer.engines.rendezvous import Rendezvous, RendezvousStore
 from rayxfer.errors import ConfigError, StateError, TransferError
+from rayxfer.packing import Layout
 from rayxfer.topology import routable_address, same_host
 
 __all__ = ["BroadcastEngine", "BroadcastInitInfo", "Member"]
@@ -76,6 +77,8 @@ class Member:
         device: UUID of its GPU, or "".
         timeout_s: left for the connect.
         gave_up: set when the connect was aborted.
+        init_info: what a worker was told; None at the sender.
+        plan: what the sender knows; None at a worker.
     """
 
     store: RendezvousStore
@@ -85,10 +88,13 @@ class Member:
     device: str
     timeout_s: float
     gave_up: threading.Event
+    init_info: BroadcastInitInfo | None = None
+    plan: SessionPlan | None = None
 
 
 @dataclass
 class _Channel:
+    engine_cls: type[BroadcastEngine]
     rendezvous: Rendezvous
     plan: SessionPlan
     layouts: Layouts
@@ -136,6 +142,28 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         """GPU UUIDs of the sender and of each worker; "" where none is meant."""
         return "", ["" for _ in plan.workers]
 
+    @classmethod
+    def _places(cls, plan: SessionPlan) -> list[dict[str, Any]]:
+        """Further fields of each worker's init info."""
+        return [{} for _ in plan.workers]
+
+    def _receive(self, group: Any, staging: Staging, layout: Layout, load: LoadWeights) -> None:
+        receive_buckets(group, staging, layout, self._bucket_size_bytes, load)
+
+    @classmethod
+    def _send(
+        cls,
+        group: Any,
+        staging: Staging,
+        iterator: Iterator[tuple[str, torch.Tensor]],
+        layout: Layout,
+        plan: SessionPlan,
+        *,
+        stable: bool,
+    ) -> None:
+        """`stable`: yielded tensors keep memory and values until this returns."""
+        send_buckets(group, staging, iterator, layout, plan.bucket_size_bytes)
+
     # ---- the worker ----------------------------------------------------------------------------
 
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
@@ -158,6 +186,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
                 init_info.device,
                 init_info.timeout_s,
                 self._gave_up,
+                init_info=init_info,
             )
         )
         self._staging = Staging(self._group.device)
@@ -170,13 +199,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
             self.check_available()
             name = type(self).__name__
             raise StateError(f"{name}: receive_weights before init_transfer_engine")
-        receive_buckets(
-            self._group,
-            staging,
-            layouts.get(update_info),
-            self._bucket_size_bytes,
-            load_weights,
-        )
+        self._receive(self._group, staging, layouts.get(update_info), load_weights)
 
     def _check_aborted(self) -> None:
         if self._gave_up.is_set():
@@ -210,12 +233,13 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         channel: _Channel | None = trainer_args.get("channel")
         if channel is None or channel.group is None or channel.staging is None:
             raise StateError("trainer_send_weights before the channel was connected")
-        send_buckets(
+        channel.engine_cls._send(
             channel.group,
             channel.staging,
             iterator,
             channel.layouts.get(trainer_args["update_info"]),
-            channel.plan.bucket_size_bytes,
+            channel.plan,
+            stable=bool(trainer_args.get("stable", False)),
         )
 
     @classmethod
@@ -241,8 +265,9 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
             rendezvous.close()
             raise
         device, devices = cls._devices(plan)
-        channel = _Channel(rendezvous, plan, Layouts(plan.bucket_size_bytes), device)
-        return channel, [{**info, "device": device} for device in devices]
+        channel = _Channel(cls, rendezvous, plan, Layouts(plan.bucket_size_bytes), device)
+        places = zip(devices, cls._places(plan), strict=True)
+        return channel, [{**info, **place, "device": device} for device, place in places]
 
     @classmethod
     def trainer_connect(cls, channel: _Channel, timeout_s: float) -> None:
@@ -251,7 +276,9 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         host = channel.rendezvous.address[0]
         world_size = 1 + len(plan.workers)
         group = cls._make_group(
-            Member(store, 0, world_size, host, channel.device, timeout_s, channel.gave_up)
+            Member(
+                store, 0, world_size, host, channel.device, timeout_s, channel.gave_up, plan=plan
+            )
         )
         channel.staging, channel.group = Staging(group.device), group
         if channel.closed:  # given up meanwhile: nobody else will close it

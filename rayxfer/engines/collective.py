@@ -31,6 +31,7 @@ __all__ = [
     "deliver_alone",
     "expect_end",
     "fill",
+    "landing_of",
     "merged_init_info",
     "next_tensor",
     "receive_buckets",
@@ -258,7 +259,7 @@ def receive_buckets(
     load_weights: LoadWeights,
 ) -> None:
     """Worker: receive every bucket and hand over its tensors, the next one already on its way."""
-    metadata, buckets = layout.metadata, layout.plan.buckets
+    buckets = layout.plan.buckets
     started: list[tuple[Bucket, torch.Tensor | None, Any, bool]] = []
     turn = 0
 
@@ -270,8 +271,7 @@ def receive_buckets(
         large = bucket.num_bytes > bucket_size_bytes
         landing = None
         if large:
-            meta = metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
-            landing = _landing(load_weights, meta, group.device)
+            landing = landing_of(load_weights, layout, bucket, group.device)
             buffer = (
                 landing
                 if landing is not None
@@ -302,11 +302,17 @@ def receive_buckets(
     group.drain()
 
 
-def _landing(
-    load_weights: LoadWeights, meta: ParamMeta, device: torch.device
+def landing_of(
+    load_weights: LoadWeights, layout: Layout, bucket: Bucket, device: torch.device
 ) -> torch.Tensor | None:
+    """Where the loader wants the bytes of the one tensor of this bucket that has any (flat uint8), if it
+    has such a place on this device."""
     find = getattr(load_weights, "landing", None)
-    place = find(meta.name) if find is not None else None
+    if find is None:
+        return None
+    place: torch.Tensor | None = find(
+        layout.metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)].name
+    )
     return place if place is not None and place.device == device else None
 
 
