@@ -8,6 +8,7 @@ of the line.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -67,7 +68,7 @@ def plan_routes(sender: Facts, workers: Sequence[Facts]) -> tuple[int, list[Rout
             followers[alike[0]] = tuple(alike[1:])
             host = [alike[0], *(rank for rank in host if rank not in alike)]
         line += host
-    after = dict(zip(line, [*line[1:], 0], strict=True))
+    after = dict(itertools.pairwise([*line, 0]))
     leaders = {one: leader for leader, group in followers.items() for one in group}
     routes = []
     for rank in range(1, len(workers) + 1):
