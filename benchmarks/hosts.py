@@ -4,15 +4,17 @@
     python -m benchmarks.hosts --hosts 3 --workers 1,2,4 --rates 1,10 --size-mib 128 --json out.json
 
 The hosts are network namespaces with shaped links (`netns.py`; needs root and iproute2). The trainer is
-alone on the first; each other host has its workers, which are processes. Beside it, in turn: one
-`dist.broadcast` of torch.distributed's gloo per tensor, with a worker of each host. Wire bytes are what
-each host's interface counted. There a train of segments that is cut up by the network card counts with
-one header; what limits the rate counts every header.
+alone on the first; each other host has its workers: plain processes, or with `--ray` actors of a real
+cluster with a node on each host. Beside it, without Ray: one `dist.broadcast` of torch.distributed's gloo
+per tensor, with one worker of each host. Wire bytes are what each host's interface counted. There a
+train of segments that is cut up by the network card counts with one header; what limits the rate counts
+every header.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -21,157 +23,28 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from benchmarks.netns import Network, enter, problem
+from benchmarks.hosts_fleet import PER_TENSOR, ray_cluster, serve
+from benchmarks.netns import Network, problem
 from benchmarks.tables import table
-from benchmarks.weights import Model, Shapes, as_numpy, make_weights, num_bytes, shapes_of
-from benchmarks.weights import poison as poison_tensors
-from benchmarks.weights import wrong_names as wrong_tensors
-from rayxfer import WeightTransferConfig
-from rayxfer.testing import LocalController
-from rayxfer.testing.processes import ProcessWorker
+from benchmarks.weights import Shapes, num_bytes, shapes_of
 
-PER_TENSOR = "torch broadcast"
 _GIGA = 1_000_000_000
-
-
-def build(host: str, shapes: Shapes) -> torch.nn.Module:
-    enter(host)
-    torch.set_num_threads(1)
-    return Model(shapes)
-
-
-def poison(model: torch.nn.Module) -> None:
-    poison_tensors(dict(model.named_parameters()))
-
-
-def wrong(model: torch.nn.Module, shapes: Shapes) -> list[str]:
-    return wrong_tensors(dict(model.named_parameters()), as_numpy(make_weights(shapes)))
-
-
-def join(model: Any, address: str, rank: int, world_size: int) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://{address}:29500",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=120),
-    )
-
-
-def leave(model: Any) -> None:
-    dist.destroy_process_group()
-
-
-def broadcast_each(model: torch.nn.Module | dict[str, torch.Tensor]) -> None:
-    tensors = (
-        model.values() if isinstance(model, dict) else (p.detach() for p in model.parameters())
-    )
-    for tensor in tensors:
-        dist.broadcast(tensor, 0)
-    dist.barrier()
-
-
-class _Trainer:
-    """The trainer's process, on the first host, with all workers as its children."""
-
-    def __init__(self, hosts: list[str], address: str, per_host: int, shapes: Shapes) -> None:
-        enter(hosts[0])
-        self._address, self._shapes = address, shapes
-        self._weights = make_weights(shapes)
-        self._workers = [
-            [ProcessWorker(build, host, shapes) for _ in range(per_host)] for host in hosts[1:]
-        ]
-        for group in self._workers:
-            for worker in group:
-                worker.run(poison)
-        self._controller: LocalController | None = None
-        self._chosen: list[ProcessWorker] = []
-
-    def open(self, way: str, per_host: int, verify: str) -> None:
-        count = 1 if way == PER_TENSOR else per_host
-        self._chosen = [worker for group in self._workers for worker in group[:count]]
-        if way == PER_TENSOR:
-            size = 1 + len(self._chosen)
-            joined = [w.start(join, self._address, i, size) for i, w in enumerate(self._chosen, 1)]
-            join(None, self._address, 0, size)
-            for one in joined:
-                one.result(timeout=120)
-            return
-        config = WeightTransferConfig(backend=way, verify=verify)  # type: ignore[arg-type]
-        self._controller = LocalController(self._chosen, config)
-
-    def sync(self) -> tuple[float, float]:
-        """Seconds, and those of them in which bytes travel."""
-        start = time.perf_counter()
-        if self._controller is not None:
-            report = self._controller.sync_weights(self._weights)
-            return time.perf_counter() - start, report.phases["update"]
-        others = [worker.start(broadcast_each) for worker in self._chosen]
-        broadcast_each(self._weights)
-        for one in others:
-            one.result(timeout=600)
-        seconds = time.perf_counter() - start
-        return seconds, seconds
-
-    def poison(self) -> None:
-        for worker in self._chosen:
-            worker.run(poison)
-
-    def check(self) -> None:
-        for i, worker in enumerate(self._chosen):
-            names = worker.run(wrong, self._shapes)
-            if names:
-                raise SystemExit(f"worker {i}: wrong bytes in {len(names)} tensors: {names[:3]}")
-
-    def close(self) -> None:
-        if self._controller is not None:
-            self._controller.shutdown()
-            self._controller = None
-        elif self._chosen:
-            left = [worker.start(leave) for worker in self._chosen]
-            dist.destroy_process_group()
-            for one in left:
-                one.result(timeout=60)
-        self._chosen = []
-
-    def end(self) -> None:
-        for group in self._workers:
-            for worker in group:
-                worker.close()
-
-
-def _serve(connection: Connection, *given: Any) -> None:
-    trainer = _Trainer(*given)
-    connection.send(None)
-    try:
-        while True:
-            name, arguments = connection.recv()
-            try:
-                connection.send((True, getattr(trainer, name)(*arguments)))
-            except BaseException as error:
-                connection.send((False, f"{type(error).__name__}: {error}"))
-    except EOFError:
-        pass
-    finally:
-        trainer.end()
 
 
 def measure(args: argparse.Namespace, shapes: Shapes) -> list[dict[str, Any]]:
     """One row per rate, number of workers and way."""
     rows = []
     spawn = multiprocessing.get_context("spawn")
-    with Network(args.hosts, args.mtu) as network:
+    with (
+        Network(args.hosts, args.mtu) as network,
+        ray_cluster(network) if args.ray else contextlib.nullcontext(),
+    ):
         ours, theirs = spawn.Pipe()
         process = spawn.Process(
-            target=_serve,
-            args=(theirs, network.hosts, network.addresses[0], max(args.workers), shapes),
+            target=serve,
+            args=(theirs, network.hosts, network.addresses[0], max(args.workers), shapes, args.ray),
         )
         process.start()
         theirs.close()
@@ -189,7 +62,7 @@ def measure(args: argparse.Namespace, shapes: Shapes) -> list[dict[str, Any]]:
                 network.shape(int(rate * _GIGA))
                 for way, per_host in [
                     *(("gloo", count) for count in args.workers),
-                    *([(PER_TENSOR, 1)] if args.peer else []),
+                    *([(PER_TENSOR, 1)] if args.peer and not args.ray else []),
                 ]:
                     row = _measure_one(ask, network, args, way, per_host)
                     row |= {"rate_gbit": rate, "line_share": _share(shapes, row["median_s"], rate)}
@@ -250,6 +123,11 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--mtu", type=int, default=1500)
     add("--verify", choices=("off", "digest"), default="digest")
     add("--no-peer", dest="peer", action="store_false", help=f"without {PER_TENSOR!r}")
+    add(
+        "--ray",
+        action="store_true",
+        help="a real Ray cluster, a node per host; else plain processes",
+    )
     add("--json", type=pathlib.Path, help="where to write everything that was measured")
     return parser.parse_args(argv)
 
@@ -263,10 +141,11 @@ def main(argv: Sequence[str]) -> int:
     shapes = shapes_of(args.size_mib << 20, args.tensors)
     start = time.monotonic()
     load = os.getloadavg()
+    where = "actors of a Ray cluster with a node per host" if args.ray else "processes without Ray"
     rows = measure(args, shapes)
     print(
         f"\n{num_bytes(shapes):,} bytes as {args.tensors} bf16 tensors from one host to "
-        f"{args.hosts - 1}; processes without Ray; MTU {args.mtu}, verify {args.verify}; median of "
+        f"{args.hosts - 1}; {where}; MTU {args.mtu}, verify {args.verify}; median of "
         f"{args.repeats}; load {load[0]:.1f} to {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores\n"
     )
     head = [

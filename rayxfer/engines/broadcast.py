@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +21,7 @@ from rayxfer.base import (
     WeightTransferInitInfo,
 )
 from rayxfer.engines.collective import (
+    IN_FLIGHT,
     Group,
     Layouts,
     Staging,
@@ -111,6 +112,8 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
     init_info_cls = BroadcastInitInfo
     update_info_cls = TensorsUpdateInfo
     copies_before_next = True
+    buffers: ClassVar[int] = IN_FLIGHT
+    """Staging buffers at either end, of a unit each."""
 
     _group: Group | None = None
     _store: RendezvousStore | None = None
@@ -147,6 +150,11 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         """Further fields of each worker's init info."""
         return [{} for _ in plan.workers]
 
+    @classmethod
+    def _unit_bytes(cls, bucket_size_bytes: int) -> int:
+        """How much is packed together, of a bucket's size."""
+        return bucket_size_bytes
+
     def _receive(self, group: Any, staging: Staging, layout: Layout, load: LoadWeights) -> None:
         receive_buckets(group, staging, layout, self._bucket_size_bytes, load)
 
@@ -174,8 +182,8 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         self._store = RendezvousStore(
             (init_info.master_address, init_info.master_port), init_info.token, init_info.timeout_s
         )
-        self._layouts = Layouts(init_info.bucket_size_bytes)
         self._bucket_size_bytes = init_info.bucket_size_bytes
+        self._layouts = Layouts(self._unit_bytes(self._bucket_size_bytes))
         self._check_aborted()
         self._group = self._make_group(
             Member(
@@ -189,7 +197,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
                 init_info=init_info,
             )
         )
-        self._staging = Staging(self._group.device)
+        self._staging = Staging(self._group.device, self.buffers)
 
     def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive one round. Raises TransferError when a peer is lost or the round is aborted; what
@@ -265,7 +273,8 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
             rendezvous.close()
             raise
         device, devices = cls._devices(plan)
-        channel = _Channel(cls, rendezvous, plan, Layouts(plan.bucket_size_bytes), device)
+        layouts = Layouts(cls._unit_bytes(plan.bucket_size_bytes))
+        channel = _Channel(cls, rendezvous, plan, layouts, device)
         places = zip(devices, cls._places(plan), strict=True)
         return channel, [{**info, **place, "device": device} for device, place in places]
 
@@ -280,7 +289,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
                 store, 0, world_size, host, channel.device, timeout_s, channel.gave_up, plan=plan
             )
         )
-        channel.staging, channel.group = Staging(group.device), group
+        channel.staging, channel.group = Staging(group.device, cls.buffers), group
         if channel.closed:  # given up meanwhile: nobody else will close it
             group.close()
 

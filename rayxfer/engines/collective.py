@@ -151,14 +151,17 @@ def merged_init_info(own: dict[str, Any], extra: Mapping[str, Any]) -> dict[str,
 
 
 class Staging:
-    """Two buffers that live as long as the channel, so that a steady state allocates nothing."""
+    """Buffers that live as long as the channel, so that a steady state allocates nothing."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, count: int = IN_FLIGHT) -> None:
         self._device = device
-        self._buffers: list[torch.Tensor | None] = [None] * IN_FLIGHT
+        self._buffers: list[torch.Tensor | None] = [None] * count
+
+    def __len__(self) -> int:
+        return len(self._buffers)
 
     def get(self, turn: int, num_bytes: int) -> torch.Tensor:
-        slot = turn % IN_FLIGHT
+        slot = turn % len(self._buffers)
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < num_bytes:
             buffer = self._buffers[slot] = _new_buffer(num_bytes, self._device)

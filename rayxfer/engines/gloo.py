@@ -29,8 +29,8 @@ import torch.distributed as dist
 from rayxfer.base import LoadWeights, SessionPlan
 from rayxfer.engines.broadcast import BroadcastEngine, BroadcastInitInfo, Member
 from rayxfer.engines.closing import close_later
-from rayxfer.engines.collective import Group, Staging
-from rayxfer.engines.line import PARTS_IN_FLIGHT, Line, receive_line, send_line
+from rayxfer.engines.collective import IN_FLIGHT, Group, Staging
+from rayxfer.engines.line import PARTS_IN_FLIGHT, SLOTS, Line, receive_line, send_line
 from rayxfer.engines.rendezvous import RendezvousStore
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.engines.routes import Route, plan_routes
@@ -42,7 +42,6 @@ __all__ = ["GlooEngine", "GlooInitInfo"]
 _SLICE = timedelta(milliseconds=20)
 _FOREVER = timedelta(days=1)  # operations end by abort, not by gloo's own clock
 _MESH_TIMEOUT_S = 10.0
-_SLOTS = 2
 _LEAST_SLOT_BYTES = 64 << 10
 _LONGEST_PART_BYTES = 8 << 20
 _LONGEST_REASON = 400
@@ -131,7 +130,14 @@ class GlooEngine(BroadcastEngine):
     """Along a line of hosts, over torch's gloo. See the module's text."""
 
     init_info_cls = GlooInitInfo
-    default_bucket_size_bytes = 2 << 20
+    default_bucket_size_bytes = 4 << 20
+    buffers = 2 * IN_FLIGHT
+
+    @classmethod
+    def _unit_bytes(cls, bucket_size_bytes: int) -> int:
+        # Half a bucket, so that twice as many are in flight: gloo sends nothing before the receiver has
+        # said where to, and a member that passes it on keeps it until it is out again.
+        return max(1, bucket_size_bytes // 2)
 
     @classmethod
     def check_available(cls) -> None:
@@ -143,7 +149,7 @@ class GlooEngine(BroadcastEngine):
     @classmethod
     def _places(cls, plan: SessionPlan) -> list[dict[str, Any]]:
         _, routes = plan_routes(plan.sender, plan.workers)
-        part_bytes = _part_bytes(plan.bucket_size_bytes, routes)
+        part_bytes = _part_bytes(cls._unit_bytes(plan.bucket_size_bytes), routes)
         return [
             {
                 "route": {"next": r.next, "leader": r.leader, "followers": list(r.followers)},
@@ -159,7 +165,7 @@ class GlooEngine(BroadcastEngine):
         try:
             if plan is not None:
                 first, routes = plan_routes(plan.sender, plan.workers)
-                line.part_bytes = _part_bytes(plan.bucket_size_bytes, routes)
+                line.part_bytes = _part_bytes(cls._unit_bytes(plan.bucket_size_bytes), routes)
                 line.after = _neighbours(member, first, 0)
             else:
                 assert isinstance(info, GlooInitInfo)
@@ -202,7 +208,7 @@ class GlooEngine(BroadcastEngine):
             staging,
             layout,
             load,
-            bucket_size_bytes=self._bucket_size_bytes,
+            unit_bytes=self._unit_bytes(self._bucket_size_bytes),
         )
 
     @classmethod
@@ -221,14 +227,14 @@ class GlooEngine(BroadcastEngine):
             staging,
             iterator,
             layout,
-            bucket_size_bytes=plan.bucket_size_bytes,
+            unit_bytes=cls._unit_bytes(plan.bucket_size_bytes),
             stable=stable,
         )
 
 
-def _part_bytes(bucket_size_bytes: int, routes: Sequence[Route]) -> int:
-    """The longest that travels in one piece: a bucket at least, and a slot where there are rings."""
-    slot = align(max(bucket_size_bytes, _LEAST_SLOT_BYTES), ALIGNMENT_BYTES)
+def _part_bytes(unit_bytes: int, routes: Sequence[Route]) -> int:
+    """The longest that travels in one piece: a unit at least, and a slot where there are rings."""
+    slot = align(max(unit_bytes, _LEAST_SLOT_BYTES), ALIGNMENT_BYTES)
     rings = any(route.followers for route in routes)
     return slot if rings else max(slot, _LONGEST_PART_BYTES)
 
@@ -285,7 +291,7 @@ def _lead(
     about: dict[str, Any]
     try:
         ring = RingWriter(
-            slot_bytes=info.part_bytes, slots=_SLOTS, readers=len(followers), nonce=info.token
+            slot_bytes=info.part_bytes, slots=SLOTS, readers=len(followers), nonce=info.token
         )
     except BackendUnavailable as error:
         about = {"why": error.message}

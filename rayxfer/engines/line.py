@@ -6,8 +6,8 @@ hardly slower than its slowest link, and no link carries a byte twice. Between n
 read.
 
 What travels are the buckets of the layout, in order, those larger than `part_bytes` in parts of that
-size. A bucket that holds several tensors is staged; a tensor that is larger than a bucket is sent from
-where it lies, and received in its place where the loader has one.
+size. A bucket of at most `unit_bytes` is staged; a larger one is a single tensor, which is sent from where
+it lies, and received in its place where the loader has one.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.errors import TransferError
 from rayxfer.packing import Bucket, Layout, as_bytes, plain
 
-__all__ = ["PARTS_IN_FLIGHT", "Line", "receive_line", "send_line"]
+__all__ = ["PARTS_IN_FLIGHT", "SLOTS", "Line", "receive_line", "send_line"]
 
 PARTS_IN_FLIGHT = 4
-"""Of tensors that need no buffer. Buckets that do: two."""
+SLOTS = 4
+"""Of a leader's ring."""
 
 
 class Line(Group):
@@ -123,7 +124,7 @@ def send_line(
     iterator: Iterator[tuple[str, torch.Tensor]],
     layout: Layout,
     *,
-    bucket_size_bytes: int,
+    unit_bytes: int,
     stable: bool,
 ) -> None:
     """Sender: send every bucket to the first of the line. Returns when all bytes are out.
@@ -140,13 +141,13 @@ def send_line(
         line.wait(pending.popleft()[0])
 
     for bucket in layout.plan.buckets:
-        if bucket.num_bytes <= bucket_size_bytes:
+        if bucket.num_bytes <= unit_bytes:
             buffer = staging.get(turn, layout.shared_bytes)[: bucket.num_bytes]
-            while any(used == turn % IN_FLIGHT for _, used in pending):
+            while any(used == turn % len(staging) for _, used in pending):
                 wait_one()
             fill(layout, bucket, iterator, buffer)
             if bucket.num_bytes:
-                pending.append((line.start(buffer), turn % IN_FLIGHT))
+                pending.append((line.start(buffer), turn % len(staging)))
                 turn += 1
             continue
         for piece in bucket.pieces:
@@ -177,7 +178,7 @@ def receive_line(
     layout: Layout,
     load_weights: LoadWeights,
     *,
-    bucket_size_bytes: int,
+    unit_bytes: int,
 ) -> None:
     """Worker: take one round from wherever it comes, hand it over, and pass it on.
 
@@ -190,7 +191,7 @@ def receive_line(
     elif line.ring is not None:
         _Leader(line, layout, load_weights).run()
     else:
-        _Member(line, staging, layout, load_weights, bucket_size_bytes).run()
+        _Member(line, staging, layout, load_weights, unit_bytes).run()
 
 
 class _Receiver:
@@ -226,8 +227,8 @@ class _Arriving:
 
 
 class _Member(_Receiver):
-    """Receives into places and staging buffers: up to four parts at a time, of which two buckets may
-    take memory."""
+    """Receives into places and staging buffers, several parts at a time, of which two may be buckets
+    that take memory of their own."""
 
     def __init__(
         self,
@@ -235,11 +236,11 @@ class _Member(_Receiver):
         staging: Staging,
         layout: Layout,
         load_weights: LoadWeights,
-        bucket_size_bytes: int,
+        unit_bytes: int,
     ) -> None:
         super().__init__(line, load_weights)
         self._staging, self._layout = staging, layout
-        self._bucket_size_bytes, self._part_bytes = bucket_size_bytes, line.part_bytes
+        self._unit_bytes, self._part_bytes = unit_bytes, line.part_bytes
         self._turn = 0
         self._pending: deque[tuple[_Arriving, int, int, Any]] = deque()
         self._open: deque[_Arriving] = (
@@ -269,12 +270,13 @@ class _Member(_Receiver):
 
     def _room_for(self, bucket: Bucket) -> _Arriving:
         parts = -(-bucket.num_bytes // self._part_bytes)
-        staged = bucket.num_bytes <= self._bucket_size_bytes
+        staged = bucket.num_bytes <= self._unit_bytes
         if not staged:
             place = landing_of(self._load, self._layout, bucket, self._line.device)
             if place is not None:
                 return _Arriving(bucket, place, landed=True, staged=False, left=parts)
-        while len(self._open) >= IN_FLIGHT:
+        limit = len(self._staging) if staged else IN_FLIGHT
+        while sum(one.staged == staged for one in self._open) >= limit:
             if self._open[0].left:
                 self._take_one()
             else:
@@ -322,37 +324,44 @@ class _Leader(_Receiver):
             raise TransferError("the line was aborted", phase="update")
         self._ring, self._slots, self._layout = ring, slots, layout
         self._part_bytes = line.part_bytes
-        self._passing: deque[Any] = deque()  # of the last two frames
+        self._passing: deque[Any] = deque()  # of the frames whose slots are not in use again
+        self._posted: deque[tuple[Bucket, int, int, torch.Tensor, Any]] = deque()
         self._target: torch.Tensor | None = None
         self._landed = False
 
     def run(self) -> None:
-        waiting: tuple[Bucket, int, int, torch.Tensor] | None = None
         for bucket in self._layout.plan.buckets:
             if not bucket.num_bytes:
-                if waiting is not None:
-                    self._read(*waiting)
-                    waiting = None
+                while self._posted:
+                    self._take_one()
                 deliver_alone(self._layout, bucket, None, self._load, landed=False)
                 continue
             for start, end in _cuts(bucket.num_bytes, self._part_bytes):
-                if len(self._passing) == IN_FLIGHT:
-                    work = self._passing.popleft()
-                    if work is not None:
-                        self._line.wait(work)
-                # not before all followers are done with what was in it
-                first = int(self._ring.slot().storage_offset())
-                buffer = self._slots[first : first + end - start]
-                work = self._before.start(buffer)
-                if waiting is not None:
-                    self._read(*waiting)
-                self._before.wait(work)
-                self._ring.publish()
-                self._passing.append(self._pass_on(buffer))
-                waiting = bucket, start, end, buffer
-        if waiting is not None:
-            self._read(*waiting)
+                if len(self._posted) == SLOTS - 1:
+                    self._take_one()
+                self._post(bucket, start, end)
+        while self._posted:
+            self._take_one()
         self._wait_passed(self._passing)
+
+    def _post(self, bucket: Bucket, start: int, end: int) -> None:
+        """Receive into the next slot, once all are done with what was in it."""
+        ahead = len(self._posted)
+        while len(self._passing) + ahead >= SLOTS:
+            work = self._passing.popleft()
+            if work is not None:
+                self._line.wait(work)
+        first = int(self._ring.slot(ahead).storage_offset())
+        buffer = self._slots[first : first + end - start]
+        self._posted.append((bucket, start, end, buffer, self._before.start(buffer)))
+
+    def _take_one(self) -> None:
+        """The oldest part: wait for it, let the followers have it, pass it on, and read it."""
+        bucket, start, end, buffer, work = self._posted.popleft()
+        self._before.wait(work)
+        self._ring.publish()
+        self._passing.append(self._pass_on(buffer))
+        self._read(bucket, start, end, buffer)
 
     def _read(self, bucket: Bucket, start: int, end: int, buffer: torch.Tensor) -> None:
         if bucket.num_bytes <= self._part_bytes:
