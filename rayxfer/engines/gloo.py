@@ -18,7 +18,8 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -42,6 +43,7 @@ __all__ = ["GlooEngine", "GlooInitInfo"]
 _SLICE = timedelta(milliseconds=20)
 _FOREVER = timedelta(days=1)  # operations end by abort, not by gloo's own clock
 _MESH_TIMEOUT_S = 10.0
+_SETTLE_S = 2.0
 _LEAST_SLOT_BYTES = 64 << 10
 _LONGEST_PART_BYTES = 8 << 20
 _LONGEST_REASON = 400
@@ -90,6 +92,13 @@ class GlooGroup(Group):
                         f"gloo lost a peer: {error}", phase="update", cause=error
                     ) from error
         raise TransferError("the gloo group was aborted", phase="update")
+
+    def settle(self, works: Iterable[Any]) -> None:
+        """A few milliseconds once the sockets are shut; not for ever, should gloo not see that."""
+        deadline = time.monotonic() + _SETTLE_S
+        for work in works:
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(0.001)
 
     def abort(self) -> None:
         self._aborted.set()

@@ -243,12 +243,22 @@ class _Member(_Receiver):
         self._unit_bytes, self._part_bytes = unit_bytes, line.part_bytes
         self._turn = 0
         self._pending: deque[tuple[_Arriving, int, int, Any]] = deque()
-        self._open: deque[_Arriving] = (
-            deque()
-        )  # in buffers of ours: not delivered, or not passed on
-        self._passing: deque[Any] = deque()  # from places in the model: to be waited for at the end
+        # in buffers of ours: not delivered, or not passed on
+        self._open: deque[_Arriving] = deque()
+        # from places in the model: to be waited for at the end
+        self._passing: deque[Any] = deque()
 
     def run(self) -> None:
+        try:
+            self._run()
+        except BaseException:
+            # Nothing is to arrive in the model any more once this has returned: a process that was
+            # stopped still finds bytes of its old round in its sockets.
+            self._before.abort()
+            self._before.settle(work for _, _, _, work in self._pending)
+            raise
+
+    def _run(self) -> None:
         for bucket in self._layout.plan.buckets:
             if not bucket.num_bytes:
                 while self._pending:
@@ -293,8 +303,9 @@ class _Member(_Receiver):
 
     def _take_one(self) -> None:
         """The oldest part: wait for it, pass it on, and hand over the bucket that it completes."""
-        one, start, end, work = self._pending.popleft()
+        one, start, end, work = self._pending[0]
         self._before.wait(work)
+        self._pending.popleft()
         assert one.buffer is not None
         passed = self._pass_on(one.buffer[start:end])
         if passed is not None:
