@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +77,8 @@ class Group(ABC):
     def drain(self) -> None:  # noqa: B027 - nothing is left to wait for where work is synchronous
         """Return when all that the current stream has queued is done; raise as `wait`."""
 
-    def settle(self, works: Iterable[Any]) -> None:  # noqa: B027 - as above
-        """After `abort`: return once these operations touch their buffers no more."""
+    def settle(self) -> None:  # noqa: B027 - as above
+        """After `abort`: return once no operation writes to its buffer any more."""
 
     @abstractmethod
     def abort(self) -> None:

@@ -19,7 +19,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -57,6 +57,7 @@ class GlooGroup(Group):
         self.device = torch.device("cpu")
         self._aborted = threading.Event()
         self._ports: set[int] = set()
+        self._shut: set[int] = set()
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         with _device_lock:
             before = _listening_ports()
@@ -93,16 +94,16 @@ class GlooGroup(Group):
                     ) from error
         raise TransferError("the gloo group was aborted", phase="update")
 
-    def settle(self, works: Iterable[Any]) -> None:
-        """A few milliseconds once the sockets are shut; not for ever, should gloo not see that."""
+    def settle(self) -> None:
+        """Until gloo has closed the shut sockets: it first reads what is still in them. Milliseconds, and
+        bounded in any case. (An operation that was cut off in its middle never completes.)"""
         deadline = time.monotonic() + _SETTLE_S
-        for work in works:
-            while not work.is_completed() and time.monotonic() < deadline:
-                time.sleep(0.001)
+        while self._shut & _inodes() and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def abort(self) -> None:
         self._aborted.set()
-        _shut_sockets(self._ports)
+        self._shut |= _shut_sockets(self._ports)
 
     def close(self) -> None:
         self._aborted.set()
@@ -341,9 +342,10 @@ def _listening_ports() -> set[int]:
     return {int(sock.getsockname()[1]) for sock in _sockets() if _listening(sock)}
 
 
-def _shut_sockets(ports: set[int]) -> None:
-    """Shut the connections of a group, known by its members' listening ports. Never the listening
-    socket itself: gloo terminates the process over that."""
+def _shut_sockets(ports: set[int]) -> set[int]:
+    """Shut the connections of a group, known by its members' listening ports; returns their inodes.
+    Never the listening socket itself: gloo terminates the process over that."""
+    shut = set()
     for sock in _sockets():
         try:
             if _listening(sock):
@@ -351,5 +353,12 @@ def _shut_sockets(ports: set[int]) -> None:
             ends = {int(sock.getsockname()[1]), int(sock.getpeername()[1])}
             if ends & ports:
                 sock.shutdown(socket.SHUT_RDWR)
+                shut.add(os.fstat(sock.fileno()).st_ino)
         except OSError:
             continue  # not connected any more
+    return shut
+
+
+def _inodes() -> set[int]:
+    """Of every TCP socket of this process."""
+    return {os.fstat(sock.fileno()).st_ino for sock in _sockets()}

@@ -255,7 +255,7 @@ class _Member(_Receiver):
             # Nothing is to arrive in the model any more once this has returned: a process that was
             # stopped still finds bytes of its old round in its sockets.
             self._before.abort()
-            self._before.settle(work for _, _, _, work in self._pending)
+            self._before.settle()
             raise
 
     def _run(self) -> None:
@@ -303,9 +303,8 @@ class _Member(_Receiver):
 
     def _take_one(self) -> None:
         """The oldest part: wait for it, pass it on, and hand over the bucket that it completes."""
-        one, start, end, work = self._pending[0]
+        one, start, end, work = self._pending.popleft()
         self._before.wait(work)
-        self._pending.popleft()
         assert one.buffer is not None
         passed = self._pass_on(one.buffer[start:end])
         if passed is not None:
