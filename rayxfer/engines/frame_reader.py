@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from rayxfer.base import LoadWeights
-from rayxfer.copying import copy_bytes, read_process
+from rayxfer.copying import copy_bytes
 from rayxfer.engines.collective import deliver, deliver_alone
-from rayxfer.engines.frames import BYTES, DIRECT, HEAD, KEY_BYTES, VERSION
+from rayxfer.engines.frames import BYTES, HEAD, KEY_BYTES, VERSION
 from rayxfer.engines.ring import HOLDS, RingReader
 from rayxfer.errors import ContractError
 from rayxfer.memfile import ForeignFile
@@ -29,9 +29,6 @@ _LARGE_BYTES = 1 << 20
 the bucket, which costs less than asking it for every single place."""
 
 _KEPT_FILES = 2
-
-Copy = Callable[[int, int, int], None]
-"""to, from (addresses), bytes."""
 
 
 def receive_frames(ring: RingReader, layout: Layout, load_weights: LoadWeights) -> None:
@@ -113,11 +110,6 @@ class FrameReader:
             raise ContractError(
                 f"shm: a frame of {count} tensors, which {len(told)} buckets have not"
             )
-        if kind == DIRECT:
-            pid = numbers[0]
-            items = [_addressed(layout, one, places) for one in told]
-            self._take(items, load, threads, lambda *what: read_process(pid, *what))
-            return b""
         file = self._file(frame[:KEY_BYTES], numbers, nonce, private=kind == VERSION)
         key = (bucket.index, frame)
         views = self._views.get(key)
@@ -138,7 +130,7 @@ class FrameReader:
                 [_Item(name, v.dtype, tuple(v.shape), v.data_ptr(), v.nbytes) for name, v in s]
                 for s in views
             ]
-            self._take(items, load, threads, copy_bytes)
+            self._take(items, load, threads)
         return frame[:KEY_BYTES]
 
     def _file(self, head: bytes, numbers: list[int], nonce: bytes, *, private: bool) -> ForeignFile:
@@ -160,7 +152,6 @@ class FrameReader:
         buckets: list[list[_Item]],
         load_weights: LoadWeights,
         threads: int,
-        copy: Copy,
     ) -> None:
         """Copy tensors to their own places in the worker, all at once; what has no such place is copied to
         memory of its own and given away, bucket by bucket."""
@@ -174,7 +165,7 @@ class FrameReader:
                 if place is not None and place.device.type == "cpu":
                     copies.append((place.data_ptr(), item.address, item.num_bytes))
                     landed.append(item.name)
-        self._copy(copies, threads, progress, copy)
+        self._copy(copies, threads, progress)
         for name in landed:
             load_weights.landed(name)  # type: ignore[attr-defined]
         done = frozenset(landed)
@@ -185,7 +176,7 @@ class FrameReader:
                 if item.name not in done
             ]
             copies = [(t.data_ptr(), item.address, item.num_bytes) for item, t in own if t.nbytes]
-            self._copy(copies, threads, progress, copy)
+            self._copy(copies, threads, progress)
             if own:
                 load_weights([(item.name, tensor) for item, tensor in own])
 
@@ -194,7 +185,6 @@ class FrameReader:
         copies: list[tuple[int, int, int]],
         threads: int,
         progress: Callable[[int], None] | None,
-        copy: Copy,
     ) -> None:
         """Copy (to, from, bytes), this thread taking its share."""
         parts = [
@@ -211,7 +201,7 @@ class FrameReader:
                     to, source, size = todo.popleft()
                 except IndexError:
                     return
-                copy(to, source, size)
+                copy_bytes(to, source, size)
                 if report is not None:
                     report(0)
 
@@ -251,7 +241,7 @@ def _with_bytes(bucket: Bucket) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A tensor somewhere: its address here, or in the sender's process."""
+    """A tensor in the sender's file, at an address here."""
 
     name: str
     dtype: torch.dtype
@@ -265,15 +255,6 @@ def _here(views: list[tuple[str, torch.Tensor]]) -> list[_Item]:
         _Item(name, view.dtype, tuple(view.shape), view.data_ptr(), view.nbytes)
         for name, view in views
     ]
-
-
-def _addressed(layout: Layout, bucket: Bucket, places: Iterator[int]) -> list[_Item]:
-    items = []
-    for piece in bucket.pieces:
-        meta = layout.metadata[piece.tensor]
-        address = next(places) if piece.num_bytes else 0
-        items.append(_Item(meta.name, meta.dtype, meta.shape, address, piece.num_bytes))
-    return items
 
 
 def _views(

@@ -1,14 +1,11 @@
-"""What goes through a ring: the buckets of one round, as frames. Four kinds of them:
+"""What goes through a ring: the buckets of one round, as frames. Three kinds of them:
 
 - *bytes*: the bucket itself, in the slot. One that fits a slot is one frame; a larger tensor, which
   travels alone, is cut into several.
 - *there*: where the tensors of one or more buckets lie in a memory file of the sender's process (a
   placed trainer's own weights, see `rayxfer.placement`; a snapshot). The readers copy them from there,
   with several threads where there are cores to spare; nothing is staged.
-- *direct*: the same, of tensors anywhere in the sender's memory, from where the readers may copy them
-  (process_vm_readv). One copy for each reader and none at the sender, which wins as soon as there are
-  several.
-- *version*: where they lie in a file that stays as it is until every reader has left it: weights to be used
+- *version*: the same, in a file that stays as it is until every reader has left it: weights to be used
   where they lie (see `versions.py`).
 
 Used between a sender and the workers of its host (`shm`), and wherever bytes fan out on one host.
@@ -19,7 +16,6 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,13 +27,12 @@ from rayxfer.engines.collective import (
     fill,
     next_tensor,
 )
-from rayxfer.engines.ring import CAN_READ, RingWriter
+from rayxfer.engines.ring import RingWriter
 from rayxfer.memfile import MemoryFile, find
 from rayxfer.packing import Bucket, Layout, as_bytes, plain
 
 __all__ = [
     "BYTES",
-    "DIRECT",
     "HEAD",
     "KEY_BYTES",
     "THERE",
@@ -46,11 +41,11 @@ __all__ = [
     "send_version",
 ]
 
-BYTES, THERE, VERSION, DIRECT = range(4)
+BYTES, THERE, VERSION = range(3)
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 HEAD = struct.Struct("<QQQQ16sQQ")
 """pid, fd, inode, file_bytes, nonce; threads for a reader to copy with; how many offsets follow (8 bytes
-each), one per tensor with bytes. *direct*: addresses, and only the pid counts."""
+each), one per tensor with bytes."""
 
 KEY_BYTES = HEAD.size - 16
 """What of it names the file."""
@@ -59,14 +54,6 @@ _TOGETHER_BYTES = 64 << 20
 """So much of *there* may be told with one frame: threads that copy have to meet once per frame."""
 
 _MOST_THREADS = 4
-_DIRECT_READERS = 2
-"""From so many readers on, each copies from the sender's memory: with one, a ring in the processor's
-cache is faster."""
-
-_DIRECT_BYTES = 256 << 10
-"""Mean size of a bucket's tensors from which on that is worth a system call each."""
-
-_IN_SENDER: dict[str, Any] = {"fd": 0, "inode": 0, "file_bytes": 0, "nonce": "00" * 16}
 
 
 def send_frames(
@@ -84,11 +71,10 @@ def send_frames(
         TransferError: the ring was aborted.
     """
     busy = getattr(iterator, "digests", None) is not None
-    told = _Told(ring, iterator, threads_per_reader(ring.num_readers, busy=busy))
-    direct = ring.num_readers >= _DIRECT_READERS and all(ring.said(CAN_READ))
+    told = _Told(ring, threads_per_reader(ring.num_readers, busy=busy))
     for bucket in layout.plan.buckets:
         ahead = _Ahead(iterator)
-        if stable and bucket.num_bytes and _placed(layout, bucket, ahead, told, direct):
+        if stable and bucket.num_bytes and _placed(layout, bucket, ahead, told):
             continue
         if bucket.num_bytes:
             told.publish()
@@ -110,41 +96,27 @@ def threads_per_reader(readers: int, *, busy: bool) -> int:
 
 
 class _Told:
-    """Places that were not told yet: of buckets in a row, in one file or anywhere in this process."""
+    """Offsets that were not told yet: of buckets in a row, in one file."""
 
-    def __init__(self, ring: RingWriter, iterator: Any, threads: int) -> None:
-        self._ring, self._iterator, self._threads = ring, iterator, threads
+    def __init__(self, ring: RingWriter, threads: int) -> None:
+        self._ring, self._threads = ring, threads
         self._about: dict[str, Any] | None = None
-        self._places = array("Q")
+        self._offsets = array("Q")
         self._num_bytes = 0
-        self._tensors: list[torch.Tensor] = []
-        self._told: deque[list[torch.Tensor]] = deque(maxlen=ring.num_slots)
 
-    def add(
-        self,
-        about: dict[str, Any],
-        places: array[int],
-        num_bytes: int,
-        tensors: list[torch.Tensor],
-    ) -> None:
+    def add(self, about: dict[str, Any], offsets: array[int], num_bytes: int) -> None:
         room = self._ring.slot_bytes - HEAD.size
-        full = 8 * (len(self._places) + len(places)) > room
-        # what was made for this pass alone is to be let go of soon
-        most = 0 if getattr(self._iterator, "temporary_bytes", 0) else _TOGETHER_BYTES
-        if self._about is not about or full or self._num_bytes + num_bytes > most:
+        full = 8 * (len(self._offsets) + len(offsets)) > room
+        if self._about is not about or full or self._num_bytes + num_bytes > _TOGETHER_BYTES:
             self.publish()
         self._about = about
-        self._places += places
+        self._offsets += offsets
         self._num_bytes += num_bytes
-        self._tensors += tensors
 
     def publish(self) -> None:
         if self._about is not None:
-            frame = _frame(self._about, self._places, self._threads)
-            _tell(self._ring, frame, DIRECT if self._about is _IN_SENDER else THERE)
-            self._told.append(self._tensors)  # as many as the ring has slots: the rest was read
-        self._about, self._places, self._num_bytes = None, array("Q"), 0
-        self._tensors = []
+            _tell(self._ring, _frame(self._about, self._offsets, self._threads), THERE)
+        self._about, self._offsets, self._num_bytes = None, array("Q"), 0
 
 
 def _tell(ring: RingWriter, frame: torch.Tensor, kind: int) -> None:
@@ -178,42 +150,28 @@ class _Ahead:
         return self._take if not self._seen else None
 
 
-def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: _Told, direct: bool) -> bool:
-    """Whether the readers are to copy this bucket's tensors from where they lie: all in one memory file, or
-    all large enough and `direct`."""
-    pieces = [piece for piece in bucket.pieces if piece.num_bytes]
-    direct = direct and bucket.num_bytes >= _DIRECT_BYTES * len(pieces)
-    first = ahead.peek()
-    if first is None:
-        return False
-    tensors = [first[1]]
-    for _ in bucket.pieces[1:]:
+def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: _Told) -> bool:
+    """Whether the readers are to copy this bucket's tensors from where they lie: all in one memory file."""
+    about: dict[str, Any] | None = None
+    offsets = array("Q")
+    for piece in bucket.pieces:
         # not further than is of use: what was looked at is digested in a pass of its own
-        if not direct and not _in_file(tensors[-1]):
-            return False
         item = ahead.peek()
-        if item is None:
+        if item is None or item[1].nbytes != piece.num_bytes:
+            return False  # what is wrong with it is said where it is taken
+        if not piece.num_bytes:
+            continue
+        found = find(item[1].data_ptr(), piece.num_bytes) if is_memory(item[1]) else None
+        if found is None or found[0] is not (about if about is not None else found[0]):
             return False
-        tensors.append(item[1])
-    by_piece = list(zip(bucket.pieces, tensors, strict=True))
-    if any(p.num_bytes != t.nbytes or (p.num_bytes and not is_memory(t)) for p, t in by_piece):
-        return False  # strided; or wrong, which is said where it is taken
-    found = [find(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.nbytes]
-    about = found[0][0] if found[0] is not None else None
-    if about is not None and all(one is not None and one[0] is about for one in found):
-        places = array("Q", (one[1] for one in found if one is not None))
-    elif direct:
-        about, places = _IN_SENDER, array("Q", (t.data_ptr() for t in tensors if t.nbytes))
-    else:
+        about = found[0]
+        offsets.append(found[1])
+    if about is None:
         return False
     for piece in bucket.pieces:
         next_tensor(ahead, layout.metadata[piece.tensor])
-    told.add(about, places, bucket.num_bytes, tensors)
+    told.add(about, offsets, bucket.num_bytes)
     return True
-
-
-def _in_file(tensor: torch.Tensor) -> bool:
-    return not tensor.nbytes or find(tensor.data_ptr(), tensor.nbytes) is not None
 
 
 def _frame(about: dict[str, Any], offsets: array[int], threads: int = 1) -> torch.Tensor:

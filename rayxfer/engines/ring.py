@@ -17,7 +17,6 @@ import time
 
 import torch
 
-from rayxfer.copying import read_process
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
 from rayxfer.memfile import MAGIC, PAGE_BYTES, create, map_file, nonce_bytes, open_other
 
@@ -27,9 +26,8 @@ _LINE = 64  # one cache line per counter: no false sharing
 _HEAD = 2 * _LINE  # after magic + nonce, and the geometry
 _SLICE_S = 0.05
 _SPINS = 20
-HOLDS, CAN_READ = 8, 16
-"""What a reader may say, as places in its line: the file whose weights it uses; that it can read the
-writer's memory."""
+HOLDS = 8
+"""What a reader may say, as places in its line: the file whose weights it uses."""
 _LEFT = (1 << 64) - 1
 """A reader that has left is done with every frame there will ever be."""
 
@@ -179,13 +177,8 @@ class RingWriter:
         self.lagging = None
 
     def said(self, what: int) -> list[int]:
-        """The last word about `what` (`HOLDS`, `CAN_READ`) from each reader; 0: none yet."""
+        """The last word about `what` (`HOLDS`) from each reader; 0: none yet."""
         return [self._memory.read(_tail(reader) + what) for reader in range(self._readers)]
-
-    @property
-    def address(self) -> int:
-        """Of the file's first byte in this process."""
-        return self._memory.bytes.data_ptr()
 
     @property
     def turn(self) -> int:
@@ -276,16 +269,6 @@ class RingReader:
     def say(self, what: int, word: int) -> None:
         """A word of this reader's own, for the writer (see `RingWriter.said`)."""
         self._memory.write(_tail(self._reader) + what, word)
-
-    def try_direct(self, pid: int, address: int) -> None:
-        """Find out whether this process may read the writer's memory, and tell it."""
-        head = torch.zeros(len(MAGIC) + 16, dtype=torch.uint8)
-        try:
-            read_process(pid, head.data_ptr(), address, head.numel())
-        except OSError:
-            return
-        if torch.equal(head, self._memory.bytes[: head.numel()]):
-            self.say(CAN_READ, 1)
 
     def release(self) -> None:
         """Done with the slot: the writer may fill it again."""

@@ -41,7 +41,6 @@ class ShmInitInfo(WeightTransferInitInfo):
     Attributes:
         pid, fd: opened as /proc/<pid>/fd/<fd>.
         inode, file_bytes, nonce: checked after opening.
-        address: of the ring's first byte in the sender's process.
         bucket_size_bytes: the sender's wire unit.
     """
 
@@ -50,7 +49,6 @@ class ShmInitInfo(WeightTransferInitInfo):
     inode: int
     file_bytes: int
     nonce: str
-    address: int
     bucket_size_bytes: int
 
 
@@ -89,7 +87,6 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
             file_bytes=init_info.file_bytes,
             nonce=init_info.nonce,
         )
-        self._ring.try_direct(init_info.pid, init_info.address)
         self._reader = FrameReader(self._ring)
 
     def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
@@ -135,7 +132,6 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
         )
         own = {
             **ring.describe(),
-            "address": ring.address,
             "bucket_size_bytes": plan.bucket_size_bytes,
         }
         info = {**plan.config.init_info, **own}
