@@ -107,6 +107,7 @@ class _Round:
     previous: WorkerState
     checkpoint_format: bool
     casts: bool
+    columns: _Columns
     aborted: threading.Event = field(default_factory=threading.Event)
     pushed: dict[int, threading.Event] = field(default_factory=dict)
     pausing: bool = False
@@ -121,13 +122,42 @@ class _Offer:
     digest: str
     metadata: tuple[ParamMeta, ...]
     wire: dict[str, Any]
+    columns: _Columns
 
     @classmethod
     def read(cls, wire: Any, digest: str) -> _Offer:
         metadata = metadata_from_wire(wire)
         if metadata_digest(metadata) != digest:
             raise ContractError("the metadata does not match its digest")
-        return cls(digest, metadata, {k: wire[k] for k in ("names", "dtype_names", "shapes")})
+        fields = {k: wire[k] for k in ("names", "dtype_names", "shapes")}
+        return cls(digest, metadata, fields, _Columns(metadata))
+
+
+class _Columns:
+    """An offer's metadata by columns: neighbours are compared in one go, not field by field."""
+
+    def __init__(self, metadata: Sequence[ParamMeta]) -> None:
+        self.names = tuple(meta.name for meta in metadata)
+        self.dtypes = [meta.dtype for meta in metadata]
+        self.shapes = [meta.shape for meta in metadata]
+        self.num_bytes = [meta.num_bytes for meta in metadata]
+        self.index = {name: index for index, name in enumerate(self.names)}
+
+    def run(self, weights: Sequence[tuple[str, torch.Tensor]]) -> slice | None:
+        """Where `weights` are neighbours in the offer, and just as offered: their slice of it."""
+        first = self.index.get(weights[0][0]) if weights else None
+        if first is None:
+            return None
+        here = slice(first, first + len(weights))
+        names, tensors = zip(*weights, strict=True)
+        if names != self.names[here] or not _TENSORS.issuperset(map(type, tensors)):
+            return None
+        fits = [tensor.dtype for tensor in tensors] == self.dtypes[here]
+        fits = fits and [tensor.shape for tensor in tensors] == self.shapes[here]
+        return here if fits else None
+
+
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class _LoadWeights:
@@ -139,8 +169,9 @@ class _LoadWeights:
 
     def __init__(self, current: _Round) -> None:
         self._round = current
-        self._index = {meta.name: i for i, meta in enumerate(current.metadata)}
-        self._handed = [False] * len(current.metadata)
+        self._columns = current.columns
+        self._index = current.columns.index
+        self._handed = bytearray(len(current.metadata))
         self._delivered = [0] * len(current.metadata)
         self._digest = current.verify and not current.loader.one_to_one
         self.copies_only = current.loader.copies_only
@@ -171,13 +202,23 @@ class _LoadWeights:
 
     def __call__(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._check_abort()
+        if not isinstance(weights, (list, tuple)):
+            weights = list(weights)
         items: list[tuple[int, torch.Tensor]] = []
-        for name, tensor in weights:
-            index = self._take(name)
-            self._compare(self._round.metadata[index], tensor)
-            if self._digest:
+        run = self._columns.run(weights)
+        if run is not None and 1 not in self._handed[run]:
+            self._handed[run] = b"\1" * len(weights)
+            items = [
+                (index, tensor) for index, (_, tensor) in enumerate(weights, start=run.start)
+            ]
+        else:  # one by one, to name the first offender
+            for name, tensor in weights:
+                index = self._take(name)
+                self._compare(self._round.metadata[index], tensor)
+                items.append((index, tensor))
+        if self._digest:
+            for index, tensor in items:
                 self._delivered[index] = digest(tensor)
-            items.append((index, tensor))
         if self.loader_error is None and items:
             self.in_loader = True
             try:
@@ -190,9 +231,9 @@ class _LoadWeights:
                 )
             finally:
                 self.in_loader = False
-        for index, _ in items:
-            meta = self._round.metadata[index]
-            self._count(meta.name, meta.num_bytes)
+        if items:
+            sizes = self._columns.num_bytes
+            self._count(weights[-1][0], sum([sizes[index] for index, _ in items]))
         self._check_abort()
 
     def _check_abort(self) -> None:
@@ -215,7 +256,7 @@ class _LoadWeights:
         if self._handed[index]:
             raise ContractError(f"the engine delivered {name!r} twice", name=name)
         if claim:
-            self._handed[index] = True
+            self._handed[index] = 1
         return index
 
     @staticmethod
@@ -232,6 +273,8 @@ class _LoadWeights:
             )
 
     def check_complete(self) -> None:
+        if 0 not in self._handed:
+            return
         missing = [
             m.name
             for m, handed in zip(self._round.metadata, self._handed, strict=True)
@@ -544,6 +587,7 @@ class WorkerSession:
                 previous=self.state,
                 checkpoint_format=checkpoint_format,
                 casts=bool(preflight.casts),
+                columns=offer.columns,
             )
             self._load = None
         return {"casts": preflight.casts, "kept": preflight.kept}
