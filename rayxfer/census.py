@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rayxfer.source import named_tensors
+from rayxfer.source import is_plain_module, named_tensors
 
 __all__ = ["Census"]
 
@@ -35,7 +35,7 @@ class Census:
             return
         found = set(map(id, values))
         all_there = all(id(tensor) in found for tensor in self.tensors.values())
-        if _is_plain(module) and all_there and all(map(_has_memory, values)):
+        if is_plain_module(module) and all_there and all(map(_has_memory, values)):
             self._geometry = _geometry(values)
             self.exact = True
 
@@ -46,13 +46,6 @@ class Census:
             return False
         structure, values = _walk(module)
         return structure == self._structure and _geometry(values) == self._geometry
-
-
-def _is_plain(module: torch.nn.Module) -> bool:
-    own, plain = type(module), torch.nn.Module
-    return (
-        own.named_parameters is plain.named_parameters and own.named_modules is plain.named_modules
-    )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

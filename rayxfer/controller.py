@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 import ray
+import torch
 
 from rayxfer.client import client_for, is_lost, mapped_error, spawn
 from rayxfer.config import WeightTransferConfig
@@ -514,7 +515,10 @@ def _check_local(model: Any, source: WeightSource, trainer_group: Any) -> None:
         tensors = (
             named_tensors(model).values() if hasattr(model, "named_parameters") else model.values()
         )
-        collective = any(is_sharded(t) and num_shards(t) > 1 for t in tensors)
+        usual = (torch.Tensor, torch.nn.Parameter)
+        collective = any(
+            is_sharded(t) and num_shards(t) > 1 for t in tensors if type(t) not in usual
+        )
     if collective:
         raise ConfigError(
             "a sync over several trainer ranks (DTensors, held_names() or trainer_group) is not built "

@@ -17,6 +17,7 @@ import torch
 from rayxfer.channel import Channel, Link
 from rayxfer.client import SLICE_S, lost_process, outcome
 from rayxfer.config import WeightTransferConfig
+from rayxfer.copying import is_memory
 from rayxfer.errors import (
     ContractError,
     RayxferError,
@@ -28,7 +29,7 @@ from rayxfer.errors import (
 from rayxfer.feed import Feed
 from rayxfer.metadata import ParamMeta, metadata_to_wire
 from rayxfer.packing import plain
-from rayxfer.source import WeightSource, whole
+from rayxfer.source import MappingSource, WeightSource, whole
 from rayxfer.threads import gpu_of_this_thread
 from rayxfer.topology import process_gone
 
@@ -217,6 +218,7 @@ class Stream:
         source, metadata = self._source, self._metadata
         one_by_one = not source.stable
         clone = one_by_one and not all(c.engine_cls.copies_before_next for c in self._channels)
+        own = isinstance(source, MappingSource)  # what it yields is nobody else's object
         batch: list[tuple[str, torch.Tensor]] = []
         batch_bytes = temporary_bytes = 0
         for index, (name, tensor) in enumerate(self._read()):
@@ -227,14 +229,18 @@ class Stream:
                     name=name,
                 )
             meta = metadata[index]
-            value = self._checked(meta, name, tensor)
+            if own and _as_declared(meta, name, tensor):
+                value = tensor
+            else:
+                value = self._checked(meta, name, tensor)
             if clone:
                 value = value.clone()
             batch.append((name, value))
             # what stays where it is, and is not digested meanwhile, may be handed on in any amount
-            costs = clone or self.digests is not None or value.device.type == "cpu"
-            batch_bytes += meta.num_bytes if costs else 0
-            temporary_bytes += meta.num_bytes if value.data_ptr() != tensor.data_ptr() else 0
+            costs = clone or self.digests is not None or value.is_cpu
+            batch_bytes += value.nbytes if costs else 0
+            if value is not tensor and value.data_ptr() != tensor.data_ptr():
+                temporary_bytes += meta.num_bytes
             if (
                 one_by_one
                 or batch_bytes >= _BATCH_BYTES
@@ -544,3 +550,16 @@ class Stream:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+
+def _as_declared(meta: ParamMeta, name: str, tensor: torch.Tensor) -> bool:
+    """The usual case, found out at little cost: a plain detached tensor that needs nothing done to it."""
+    return (
+        name == meta.name
+        and type(tensor) is torch.Tensor
+        and is_memory(tensor)
+        and tensor.layout is torch.strided
+        and not tensor.requires_grad
+        and tensor.dtype == meta.dtype
+        and tensor.shape == meta.shape
+    )
