@@ -7,6 +7,7 @@ record and to settle. No Ray in here: clients and the coordinator are given.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import contextvars
 import dataclasses
@@ -19,7 +20,7 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rayxfer.channel import Channel, Link, connect
+from rayxfer.channel import Calls, Channel, Link, connect
 from rayxfer.client import SLICE_S, client_for, lost_process, outcome, wait_answers
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
@@ -56,6 +57,8 @@ __all__ = ["CoordinatorProtocol", "Sender"]
 _RETRIES_WITHOUT_LOSS = 1
 """How often a round that broke with nobody lost is tried again before its suspects are left out."""
 
+
+_LEASE_IDLE_S = 60.0
 
 _JOIN_S = 0.5
 """How long to wait for the threads of a broken stream. One that is stuck in a user's source or engine
@@ -95,13 +98,22 @@ class _Again(Exception):
     """This attempt is over; try again with whoever is left."""
 
 
+class _Offer:
+    """What a source offers, and what follows from that alone: kept from round to round."""
+
+    def __init__(self, metadata: tuple[ParamMeta, ...]) -> None:
+        self.metadata = metadata
+        self.digest = metadata_digest(metadata)
+        self.names = tuple(meta.name for meta in metadata)
+        self.num_bytes = sum(meta.num_bytes for meta in metadata)
+
+
 @dataclass
 class _Call:
     """One `sync`: what all phases share."""
 
     source: WeightSource
-    metadata: tuple[ParamMeta, ...]
-    digest: str
+    offer: _Offer
     partial: bool
     round_id: int
     version: int
@@ -115,6 +127,10 @@ class _Call:
     glitches: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     digests: list[int] | None = None
+
+    @property
+    def metadata(self) -> tuple[ParamMeta, ...]:
+        return self.offer.metadata
 
     def live(self) -> list[Link]:
         return [row.link for row in self.rows.values() if row.error is None]
@@ -161,7 +177,8 @@ class Sender:
         self._base: dict[str, Any] = {}
         self._owner: dict[str, Any] = {}
         self._previous: dict[str, int] = {}
-        self._last: tuple[list[ParamMeta], tuple[ParamMeta, ...], str] | None = None
+        self._last: tuple[list[ParamMeta], _Offer] | None = None
+        self._lease = _Lease(coordinator)
         self.lock = threading.Lock()
 
     def orphaned(self) -> bool:
@@ -171,6 +188,7 @@ class Sender:
 
     def close(self) -> None:
         """Close every channel. Safe to call twice."""
+        self._lease.close()
         channels, self._channels = self._channels, []
         for channel in channels:
             channel.close()
@@ -184,29 +202,29 @@ class Sender:
     def sync(self, source: WeightSource, *, version: int | None, partial: bool) -> SyncReport:
         """One round. See `Controller.sync_weights` for errors and the state after them."""
         start = time.monotonic()
-        metadata, digest = self._described(source)
+        offer = self._described(source)
+        process = self._local_facts().to_wire()
         grant = self._coordinator.begin(
             {
                 "version": version,
                 "roster": self._roster,
-                "num_tensors": len(metadata),
-                "num_bytes": sum(m.num_bytes for m in metadata),
-                "metadata_digest": digest,
-                "process": self._local_facts().to_wire(),
+                "num_tensors": len(offer.metadata),
+                "num_bytes": offer.num_bytes,
+                "metadata_digest": offer.digest,
+                "process": process,
                 "partial": partial,
             }
         )
         call = _Call(
             source,
-            metadata,
-            digest,
+            offer,
             partial,
             grant["round_id"],
             grant["version"],
-            self._local_facts().to_wire(),
+            process,
             grant["base"],
         )
-        lease = _Lease(self._coordinator, call.claim())
+        self._lease.start(call.claim())
         try:
             self._adopt(grant)
             for rank, link in self._links.items():
@@ -220,7 +238,7 @@ class Sender:
             self._release(call, error)
             raise
         finally:
-            lease.stop()
+            self._lease.stop()
         report = self._report(call, time.monotonic() - start)
         failed = [row for row in report.workers if row.error is not None]
         if failed and self._config.on_worker_failure == "raise":
@@ -232,13 +250,13 @@ class Sender:
             )
         return report
 
-    def _described(self, source: WeightSource) -> tuple[tuple[ParamMeta, ...], str]:
-        """The source's metadata, checked, and its digest; remembered, since it rarely changes."""
+    def _described(self, source: WeightSource) -> _Offer:
+        """The source's metadata, checked, with its digest; remembered, since it rarely changes."""
         offered = source.metadata()
         if self._last is None or self._last[0] != offered:
             metadata = checked_metadata(source, offered)
-            self._last = (list(offered), metadata, metadata_digest(metadata))
-        return self._last[1], self._last[2]
+            self._last = (list(offered), _Offer(metadata))
+        return self._last[1]
 
     def _run(self, call: _Call) -> None:
         limit = 8 + 2 * len(
@@ -471,7 +489,8 @@ class Sender:
         def send(link: Link) -> Future[dict[str, Any]]:
             return link.call(op, {**base, **message(link)})
 
-        pending = {send(link): link.rank for link in links}
+        first = Calls(links, op, [{**base, **message(link)} for link in links]).futures()
+        pending = {future: link.rank for future, link in zip(first, links, strict=True)}
         while pending:
             done, _ = wait_futures(pending, timeout=0.1, return_when="FIRST_COMPLETED")
             now = time.monotonic()
@@ -532,12 +551,12 @@ class Sender:
             channel = self._channel_of(link)
             out = {
                 "session_id": channel.plan.session_id,
-                "metadata_digest": call.digest,
+                "metadata_digest": call.offer.digest,
                 "partial": call.partial,
                 "base": call.base,
                 "update_info": infos[link.rank],
             }
-            if link.has_metadata != call.digest:
+            if link.has_metadata != call.offer.digest:
                 wire = wire if wire is not None else metadata_to_wire(call.metadata)
                 out["metadata"] = wire
             return out
@@ -574,7 +593,7 @@ class Sender:
                 first = first or (link.rank, answer.get("name"))
                 problems += [f"worker {link.rank}: {text}" for text in answer["problems"]]
             else:
-                link.has_metadata = call.digest
+                link.has_metadata = call.offer.digest
                 row.casts = answer["casts"]
                 call.kept = answer["kept"]
         if problems:
@@ -601,6 +620,7 @@ class Sender:
             channels=self._channels,
             source=call.source,
             metadata=call.metadata,
+            num_bytes=call.offer.num_bytes,
             config=self._config,
             base_message={**self._base, **call.ids()},
             version=call.version,
@@ -744,17 +764,16 @@ class Sender:
         ]
 
     def _report(self, call: _Call, seconds: float) -> SyncReport:
-        names = [m.name for m in call.metadata]
+        names = call.offer.names
         unchanged: tuple[str, ...] = ()
         if call.digests is not None:
-            now = dict(zip(names, call.digests, strict=True))
-            unchanged = tuple(
-                n for n in names if self._previous.get(n) == now[n] and n in self._previous
-            )
-            self._previous.update(now)
+            before = map(self._previous.get, names)
+            same = zip(names, before, call.digests, strict=True)
+            unchanged = tuple([name for name, old, new in same if old == new])
+            self._previous.update(zip(names, call.digests, strict=True))
         return SyncReport(
             version=call.version,
-            num_bytes=sum(m.num_bytes for m in call.metadata),
+            num_bytes=call.offer.num_bytes,
             num_tensors=len(names),
             seconds=seconds,
             workers=tuple(
@@ -776,7 +795,7 @@ class Sender:
             phases=dict(call.phases),
             attempts=call.attempts,
             partial=call.partial,
-            sent=tuple(names) if call.partial else (),
+            sent=names if call.partial else (),
             kept=tuple(call.kept) if call.partial else (),
             unchanged=unchanged,
             control_calls=max((row.link.calls for row in call.rows.values()), default=0),
@@ -794,6 +813,8 @@ def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError |
             weight_version=call.version,
             worker=vote.rank,
         )
+    if array.array("Q", sent) == vote.digests:
+        return None
     for meta, here, there in zip(call.metadata, sent, vote.digests, strict=True):
         if here != there:
             return TransferError(
@@ -808,22 +829,45 @@ def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError |
 
 
 class _Lease:
-    """Tells the coordinator every second that this trainer lives."""
+    """Tells the coordinator every second that this trainer lives, while there is a claim.
 
-    def __init__(self, coordinator: CoordinatorProtocol, claim: dict[str, Any]) -> None:
-        self._stop = threading.Event()
-        self._coordinator, self._claim = coordinator, claim
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=lambda: context.run(self._run), name="rayxfer-lease", daemon=True
-        )
-        self._thread.start()
+    One thread for all rounds, which looks once a second: starting one costs a round more than many of
+    its messages do. It ends with a minute of idleness, and with `close`.
+    """
 
-    def _run(self) -> None:
-        while not self._stop.wait(1.0):
-            # A refusal, or a controller that restarts: the main thread finds out what it means.
-            with contextlib.suppress(RayxferError):
-                self._coordinator.renew(self._claim)
+    def __init__(self, coordinator: CoordinatorProtocol) -> None:
+        self._coordinator = coordinator
+        self._changed = threading.Condition()
+        self._claim: dict[str, Any] | None = None
+        self._context = contextvars.copy_context()
+        self._used = 0.0
+        self._running = self._closed = False
+
+    def start(self, claim: dict[str, Any]) -> None:
+        with self._changed:
+            self._claim, self._used = claim, time.monotonic()
+            self._context = contextvars.copy_context()
+            if not self._running:
+                self._running, self._closed = True, False
+                threading.Thread(target=self._run, name="rayxfer-lease", daemon=True).start()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._claim = None
+
+    def close(self) -> None:
+        with self._changed:
+            self._claim, self._closed = None, True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait(1.0)
+                claim, idle = self._claim, time.monotonic() - self._used
+                if self._closed or (claim is None and idle > _LEASE_IDLE_S):
+                    self._running = False
+                    return
+            if claim is not None:
+                # A refusal, or a controller that restarts: the main thread finds out what it means.
+                with contextlib.suppress(RayxferError):
+                    self._context.run(self._coordinator.renew, claim)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import array
 import contextvars
+import functools
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from rayxfer.channel import Channel, Link
+from rayxfer.channel import Calls, Channel, Link
 from rayxfer.client import SLICE_S, lost_process, outcome
 from rayxfer.config import WeightTransferConfig
 from rayxfer.copying import is_memory
@@ -38,6 +39,7 @@ __all__ = ["Broken", "Stream", "Vote"]
 _BATCH_BYTES = 8 << 20
 _BATCH_TEMPORARY_BYTES = 1 << 20
 _BATCH_TENSORS = 512
+_LITTLE_BYTES = 1 << 20
 _LOOK_EVERY_S = 0.09
 _GRACE_S = 0.5
 """After one worker's transport broke: how long to wait for the news that another one died."""
@@ -120,6 +122,7 @@ class Stream:
         channels: Sequence[Channel],
         source: WeightSource,
         metadata: tuple[ParamMeta, ...],
+        num_bytes: int,
         config: WeightTransferConfig,
         base_message: dict[str, Any],
         version: int,
@@ -154,6 +157,13 @@ class Stream:
         self._in_source_since: float | None = None
         self._at_name: str | None = None
         self._fed = False
+        # so little that it need not be sent while it is read: one thread is enough for that
+        self._little = (
+            len(channels) == 1
+            and source.stable
+            and _yields_at_once(source)
+            and num_bytes <= _LITTLE_BYTES
+        )
         self.votes: dict[int, Vote] = {}
 
     @property
@@ -163,22 +173,27 @@ class Stream:
 
     # ---- threads --------------------------------------------------------------------------------
 
-    def _spawn(self, kind: str, index: int, function: Any) -> None:
-        """Run in a thread that has the caller's context and torch modes; report its end."""
+    def _spawn(self, *steps: tuple[str, int, Callable[[], None]]) -> None:
+        """Run one step after the other in a thread that has the caller's context and torch modes;
+        report the end of each. One that fails is the last."""
         context = contextvars.copy_context()
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         take_over_gpu = gpu_of_this_thread()
 
         def run() -> None:
-            error: BaseException | None = None
-            try:
-                take_over_gpu()
-                with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                    context.run(function)
-            except BaseException as caught:
-                error = caught
-            self._events.put((kind, index, error))
+            for kind, index, function in steps:
+                error: BaseException | None = None
+                try:
+                    take_over_gpu()
+                    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                        context.run(function)
+                except BaseException as caught:
+                    error = caught
+                self._events.put((kind, index, error))
+                if error is not None:
+                    return
 
+        kind, index, _ = steps[-1]
         thread = threading.Thread(target=run, name=f"rayxfer-{kind}-{index}", daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -218,7 +233,8 @@ class Stream:
         source, metadata = self._source, self._metadata
         one_by_one = not source.stable
         clone = one_by_one and not all(c.engine_cls.copies_before_next for c in self._channels)
-        own = isinstance(source, MappingSource)  # what it yields is nobody else's object
+        # what it yields is nobody else's object
+        own = _yields_at_once(source)
         batch: list[tuple[str, torch.Tensor]] = []
         batch_bytes = temporary_bytes = 0
         for index, (name, tensor) in enumerate(self._read()):
@@ -326,7 +342,7 @@ class Stream:
         self, batch: list[tuple[str, torch.Tensor]], temporary_bytes: int, *, until_consumed: bool
     ) -> None:
         for feed in self._feeds:
-            feed.put(batch, temporary_bytes)
+            feed.put(batch, temporary_bytes, wait=not self._little)
         if until_consumed:
             for feed in self._feeds:
                 feed.wait_consumed()
@@ -335,23 +351,43 @@ class Stream:
 
     def ask(self, link: Link, extra: dict[str, Any]) -> None:
         """One update call. Thread-safe."""
+        self._count(link)
+        future = link.call("update", {**self._base, "wait_s": SLICE_S, **extra})
+        self._await(link, future)
+
+    def _count(self, link: Link) -> None:
         with self._counting:
             if not self._outstanding[link.rank]:
                 self._heard[link.rank] = time.monotonic()  # nothing was asked of it until now
             self._outstanding[link.rank] += 1
-        future = link.call("update", {**self._base, "wait_s": SLICE_S, **extra})
+
+    def _await(self, link: Link, future: Future[dict[str, Any]]) -> None:
         future.add_done_callback(lambda done: self._events.put(("worker", link.rank, done)))
 
     # ---- the loop -------------------------------------------------------------------------------
 
     def run(self) -> Broken | None:
+        first: list[Link] = []
         for index, channel in enumerate(self._channels):
             for link in channel.links:
                 link.acked = 0
                 if self._pushes[index] is None or not self._metadata:
-                    self.ask(link, {})
-            self._spawn("channel", index, lambda index=index: self._send(index))
-        self._spawn("feeder", 0, self._feed)
+                    self._count(link)
+                    first.append(link)
+        message = {**self._base, "wait_s": SLICE_S}
+        calls = Calls(first, "update", [message for _ in first])
+        sending = [
+            ("channel", index, functools.partial(self._send, index))
+            for index in range(len(self._channels))
+        ]
+        feeding = ("feeder", 0, self._feed)
+        if self._little:
+            self._spawn(feeding, *sending)
+        else:
+            for step in (*sending, feeding):
+                self._spawn(step)
+        for link, future in zip(first, calls.futures(), strict=True):
+            self._await(link, future)
         while True:
             if self._complete():
                 return None
@@ -550,6 +586,11 @@ class Stream:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+
+def _yields_at_once(source: WeightSource) -> bool:
+    """Whether the iteration is our own: views of tensors that are there, made without waiting."""
+    return type(source).__iter__ is MappingSource.__iter__
 
 
 def _as_declared(meta: ParamMeta, name: str, tensor: torch.Tensor) -> bool:
