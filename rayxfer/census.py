@@ -47,6 +47,13 @@ class Census:
         structure, values = _walk(module)
         return structure == self._structure and _geometry(values) == self._geometry
 
+    def holds_memory(self, module: torch.nn.Module) -> bool:
+        """`holds`, but for how the memory is laid out."""
+        if not self.exact or module is not self._module:
+            return False
+        structure, values = _walk(module)
+        return structure == self._structure and _addresses(values) == self._geometry[0]
+
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
@@ -77,9 +84,12 @@ def _walk(module: torch.nn.Module) -> tuple[list[Any], list[torch.Tensor]]:
 
 def _geometry(tensors: list[torch.Tensor]) -> list[Any]:
     return [
-        [tensor.data_ptr() for tensor in tensors],
+        _addresses(tensors),
         [tensor.shape for tensor in tensors],
         [tensor.stride() for tensor in tensors],
         [tensor.dtype for tensor in tensors],
-        [tensor.is_inference() for tensor in tensors],
     ]
+
+
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))

@@ -69,9 +69,7 @@ class Link:
 class Calls:
     """The same operation on several links, sent off at once."""
 
-    def __init__(
-        self, links: Sequence[Link], op: str, messages: Sequence[dict[str, Any]]
-    ) -> None:
+    def __init__(self, links: Sequence[Link], op: str, messages: Sequence[dict[str, Any]]) -> None:
         for link in links:
             link.calls += 1
         self._gather = start_all([link.client for link in links], op, messages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import threading
@@ -115,8 +114,10 @@ def start_all(
 
         answers: list[Any] = started
         if not any(isinstance(one, Exception) for one in started):
-            with contextlib.suppress(Exception):  # one is slow, or gone, or raised: see which
+            try:
                 answers = ray.get(started, timeout=wait_s)
+            except Exception:
+                answers = started  # one is slow, or gone, or raised: its own future says so
         return [_future(one) for one in answers]
 
     return gather

@@ -121,9 +121,12 @@ class _Remote:
     def renew(self, claim: dict[str, Any]) -> None:
         self.call("renew", claim, timeout_s=5.0)
 
-    def commit(self, claim: dict[str, Any]) -> None:
-        self.call("commit", claim)
+    def commit(
+        self, claim: dict[str, Any], rows: list[dict[str, Any]], message: dict[str, Any]
+    ) -> dict[str, Any]:
+        answer: dict[str, Any] = self.call("commit", claim, rows, message)
         self._memory.see(version=claim["version"])
+        return answer
 
     def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         self.call("settle", claim, rows)

@@ -81,12 +81,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is exactly its dense bytes, on the host."""
-    return (
-        tensor.is_cpu
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class Hasher:

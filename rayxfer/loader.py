@@ -546,8 +546,10 @@ class ModuleLoader(WeightLoader):
         memories, census = self._places.memories, self._census
         if self._staged:
             found = digest_many(place.tensor for _, place in flat)
-        elif memories is not None and census is not None and census.holds(self._module):
+        elif memories is not None and census is not None and census.holds_memory(self._module):
             found = digest_memories(memories)
+            if len(found) == len(self._targets) and all(self._targets):  # no ties: one each
+                return found
         else:
             live = named_tensors(self._module)
             found = digest_many([_held(live, place) for _, place in flat])
@@ -570,6 +572,8 @@ class ModuleLoader(WeightLoader):
         return [value if value is not None else 0 for value in out]
 
     def unproven(self) -> list[str] | None:
+        if len(self._written) == len(self._targets):
+            return []
         return [
             place.name
             for index, places in enumerate(self._targets)

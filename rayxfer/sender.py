@@ -70,7 +70,9 @@ class CoordinatorProtocol(Protocol):
 
     def begin(self, request: dict[str, Any]) -> dict[str, Any]: ...
     def renew(self, claim: dict[str, Any]) -> None: ...
-    def commit(self, claim: dict[str, Any]) -> None: ...
+    def commit(
+        self, claim: dict[str, Any], rows: list[dict[str, Any]], message: dict[str, Any]
+    ) -> dict[str, Any]: ...
     def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None: ...
 
 
@@ -716,10 +718,21 @@ class Sender:
             raise self._nobody(call)
 
     def _commit(self, call: _Call) -> None:
-        """Record the version; then caches and resume. What fails now makes a worker TORN."""
-        self._coordinator.commit(call.claim())
-        links = call.live()
-        for rank, answer in self._fan_out(call, links, "commit", lambda link: {}).items():
+        """Record the version; then caches and resume. What fails now makes a worker TORN.
+
+        The controller does all of it in the one call if every worker is quick; this finishes the rest.
+        """
+        hoped = self._settled(call, committed=True)
+        said = self._coordinator.commit(call.claim(), hoped, {**self._base, **call.ids()})
+        links = {link.rank: link for link in call.live()}
+        answers: dict[int, dict[str, Any] | RayxferError] = {}
+        for rank, answer in said["answers"].items():
+            links[rank].calls += 1
+            if isinstance(answer, RayxferError) or answer.get("done"):
+                answers[rank] = answer
+        slow = [link for rank, link in links.items() if rank not in answers]
+        answers |= self._fan_out(call, slow, "commit", lambda link: {})
+        for rank, answer in answers.items():
             row = call.rows[rank]
             if isinstance(answer, RayxferError):
                 lost = isinstance(answer, (WorkerLost, TransferTimeout))
@@ -727,6 +740,8 @@ class Sender:
                 self._channel_of(row.link).dirty = True
             else:
                 row.state, row.version = WorkerState.READY, call.version
+        if said["settled"]:
+            return
         with contextlib.suppress(StateError):  # committed all the same: the controller asks around
             self._coordinator.settle(call.claim(), self._settled(call))
 
@@ -748,12 +763,18 @@ class Sender:
             with contextlib.suppress(RayxferError):  # the caller is to see the first error
                 self._coordinator.settle(call.claim(), self._settled(call))
 
-    def _settled(self, call: _Call) -> list[dict[str, Any]]:
+    def _settled(self, call: _Call, *, committed: bool = False) -> list[dict[str, Any]]:
+        """What became of each worker; `committed`: of the live ones, if they all commit."""
+
+        def now(row: _Row) -> tuple[WorkerState, int]:
+            hoped = committed and row.error is None
+            return (WorkerState.READY, call.version) if hoped else (row.state, row.version)
+
         return [
             {
                 "rank": rank,
-                "state": str(row.state),
-                "version": row.version,
+                "state": str(now(row)[0]),
+                "version": now(row)[1],
                 "backend": row.link.backend or row.link.requested,
                 "incarnation": row.link.incarnation,
                 "error": row.error,

@@ -208,9 +208,7 @@ class _LoadWeights:
         run = self._columns.run(weights)
         if run is not None and 1 not in self._handed[run]:
             self._handed[run] = b"\1" * len(weights)
-            items = [
-                (index, tensor) for index, (_, tensor) in enumerate(weights, start=run.start)
-            ]
+            items = [(index, tensor) for index, (_, tensor) in enumerate(weights, start=run.start)]
         else:  # one by one, to name the first offender
             for name, tensor in weights:
                 index = self._take(name)
@@ -746,13 +744,16 @@ class WorkerSession:
         round_id = int(message["round_id"])
         if self._committed_round == round_id:
             return {"done": True, **self.snapshot()}
+        key, task = ("commit", round_id), self._task
+        if task is not None and task.key == key:  # under way, or failed
+            return self._drive(key, dict, message)
         current = self._current(message)
         if not current.finished:
             raise StateError(f"commit before finish in round {round_id}")
         quick = self._binding.reset_cache is None and self._config.load_mode == "in_place"
         if quick:  # nothing that could take long: no thread, no second call
             return {"done": True, **self._commit(current)}
-        return self._drive(("commit", round_id), lambda: self._commit(current), message)
+        return self._drive(key, lambda: self._commit(current), message)
 
     def _commit(self, current: _Round) -> dict[str, Any]:
         try:
@@ -779,9 +780,9 @@ class WorkerSession:
         if not current.partial:
             self._exact = not current.casts
         self.version, self.torn_towards = current.version, None
-        self._committed_round = current.round_id
         if config.cache_policy == "reset" and binding.reset_cache is not None:
             _reset(binding.reset_cache)
+        self._committed_round = current.round_id
 
     def abort(self, message: dict[str, Any]) -> dict[str, Any]:
         """End the round now. Answers `stuck=True` if its thread did not come back in time.

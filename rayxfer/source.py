@@ -270,7 +270,7 @@ def _all_apart(tensors: list[torch.Tensor]) -> bool:
     """Whether no two can be tied: plain CPU tensors, each with memory that starts elsewhere."""
     if not _USUAL.issuperset(map(type, tensors)):
         return False
-    if not all([t.is_cpu and t.layout is torch.strided for t in tensors]):
+    if not all(t.is_cpu and t.layout is torch.strided for t in tensors):
         return False
     starts = {t.data_ptr() for t in tensors}
     return len(starts) == len(tensors) and 0 not in starts

@@ -45,6 +45,10 @@ _GRACE_S = 0.5
 """After one worker's transport broke: how long to wait for the news that another one died."""
 
 
+_Step = tuple[str, int, Callable[[], None]]
+"""Kind, index and function of what a thread does."""
+
+
 @dataclass
 class Vote:
     """What one worker said at the end of its update."""
@@ -173,7 +177,7 @@ class Stream:
 
     # ---- threads --------------------------------------------------------------------------------
 
-    def _spawn(self, *steps: tuple[str, int, Callable[[], None]]) -> None:
+    def _spawn(self, *steps: _Step) -> None:
         """Run one step after the other in a thread that has the caller's context and torch modes;
         report the end of each. One that fails is the last."""
         context = contextvars.copy_context()
@@ -376,11 +380,11 @@ class Stream:
                     first.append(link)
         message = {**self._base, "wait_s": SLICE_S}
         calls = Calls(first, "update", [message for _ in first])
-        sending = [
+        sending: list[_Step] = [
             ("channel", index, functools.partial(self._send, index))
             for index in range(len(self._channels))
         ]
-        feeding = ("feeder", 0, self._feed)
+        feeding: _Step = ("feeder", 0, self._feed)
         if self._little:
             self._spawn(feeding, *sending)
         else:
