@@ -31,7 +31,7 @@ class Census:
         self.exact = False
         try:
             self._structure, values = _walk(module)
-        except (AttributeError, KeyError):  # a scripted module keeps them elsewhere
+        except (AttributeError, KeyError, TypeError):  # a scripted module keeps them elsewhere
             return
         found = set(map(id, values))
         all_there = all(id(tensor) in found for tensor in self.tensors.values())
