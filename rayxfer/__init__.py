@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rayxfer.factory import WeightTransferEngineFactory
     from rayxfer.loader import FuseRule
     from rayxfer.metadata import ParamMeta
+    from rayxfer.placement import share_memory
     from rayxfer.report import Status, SyncReport, WorkerReport, WorkerState, WorkerStatus
     from rayxfer.source import MappingSource, ModuleSource, WeightSource
     from rayxfer.worker import WorkerMixin
@@ -75,6 +76,7 @@ __all__ = [
     "WorkerReport",
     "WorkerState",
     "WorkerStatus",
+    "share_memory",
 ]
 
 _HOMES = {
@@ -104,6 +106,7 @@ _HOMES = {
     "factory": ("WeightTransferEngineFactory",),
     "loader": ("FuseRule",),
     "metadata": ("ParamMeta",),
+    "placement": ("share_memory",),
     "report": ("Status", "SyncReport", "WorkerReport", "WorkerState", "WorkerStatus"),
     "source": ("MappingSource", "ModuleSource", "WeightSource"),
     "worker": ("WorkerMixin",),

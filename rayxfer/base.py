@@ -86,6 +86,9 @@ class SessionPlan:
         sender: facts about the sending process.
         workers: facts about each receiver, in the order of their transport ranks.
         deadline_s: seconds left for the connect.
+        metadata: of what the first round will send.
+        kept: the engine's own, for what outlives a channel: the same dict at every connect of one
+            sender.
     """
 
     session_id: str
@@ -95,6 +98,8 @@ class SessionPlan:
     sender: Facts
     workers: tuple[Facts, ...]
     deadline_s: float
+    metadata: tuple[ParamMeta, ...] = ()
+    kept: dict[str, Any] = field(default_factory=dict)
 
 
 class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):

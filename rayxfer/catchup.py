@@ -57,6 +57,8 @@ class _OneRound:
             "config": dataclasses.replace(
                 config,
                 backend="auto",
+                # for one worker and one round there is nothing to share
+                load_mode="staged" if config.load_mode == "mapped" else config.load_mode,
                 init_info={},
                 trainer_args={},
                 update_info=raw,

@@ -29,6 +29,11 @@ class Census:
         self.tensors = named_tensors(module)
         self._module = module
         self.exact = False
+        self.renew()
+
+    def renew(self) -> None:
+        """Take it anew, for the same tensors: their memory may be another."""
+        module = self._module
         try:
             self._structure, values = _walk(module)
         except (AttributeError, KeyError, TypeError):  # a scripted module keeps them elsewhere

@@ -23,6 +23,8 @@ from rayxfer.errors import (
     portable_cause,
 )
 from rayxfer.factory import EngineEntry
+from rayxfer.metadata import ParamMeta
+from rayxfer.report import KEEPER_RANK
 from rayxfer.topology import Facts, process_gone, rank_offsets
 
 __all__ = ["Calls", "Channel", "Link", "connect"]
@@ -102,6 +104,11 @@ class Channel:
         """What must be the same for the channel to be used again."""
         return self.backend, tuple((link.rank, link.incarnation) for link in self.links)
 
+    @property
+    def prover(self) -> Link | None:
+        """Who proves what several workers of this channel use as one copy."""
+        return next((link for link in self.links if link.rank != KEEPER_RANK), None)
+
     def abort(self) -> None:
         self.dirty = True
         self.engine_cls.trainer_abort(self.handle)
@@ -121,6 +128,8 @@ def connect(
     config: WeightTransferConfig,
     sender: Facts,
     bucket_size_bytes: int,
+    metadata: tuple[ParamMeta, ...],
+    kept: dict[str, Any],
     base_message: dict[str, Any],
     deadline: float,
 ) -> Channel:
@@ -149,6 +158,8 @@ def connect(
             for _ in range(link.facts.num_ranks)
         ),
         deadline_s=max(0.1, deadline - time.monotonic()),
+        metadata=metadata,
+        kept=kept,
     )
     try:
         handle, infos = engine_cls.trainer_open(plan)

@@ -235,8 +235,6 @@ class Controller:
             first = seen.setdefault(Coordinator.key_of(worker), rank)
             if first != rank:
                 raise ConfigError(f"workers {first} and {rank} are the same actor: it has one rank")
-        if self._config.load_mode == "mapped":
-            raise ConfigError('load_mode="mapped" is not built yet: use "in_place" or "staged"')
         if maybe_running:
             try:
                 self._actor = ray.get_actor(self._name, namespace=NAMESPACE)

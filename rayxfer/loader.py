@@ -132,10 +132,12 @@ class WeightLoader:
         copies_only: True: `load` copies out of what it is given and keeps nothing, so it may be
             handed views of a buffer that is used again.
         one_to_one: True: every offered tensor has a known place, so `loaded` digests exist.
+        keeps: True: it has `keep` (see `rayxfer.mapped`).
     """
 
     copies_only = False
     one_to_one = False
+    keeps = False
     seen: dict[str, frozenset[str]] = {}  # noqa: RUF012 - what this round taught, if anything
 
     def preflight(
@@ -158,6 +160,22 @@ class WeightLoader:
     def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
         """Take some tensors, by their index in the metadata."""
         raise NotImplementedError
+
+    def keep(
+        self, items: list[tuple[int, torch.Tensor]], file: Any, on_live: Callable[[], None]
+    ) -> None:
+        """As `load`, of tensors that may be used where they are (only where `keeps`)."""
+        raise NotImplementedError
+
+    @property
+    def shared(self) -> bool:
+        """Whether all that was loaded is to be used where it lies, as others do."""
+        return False
+
+    @property
+    def proves_shared(self) -> bool:
+        """Whether `loaded_digests` are of what others use as well."""
+        return False
 
     def commit(self) -> None:
         """The version was recorded: make it the live one (staged loads)."""
@@ -284,7 +302,9 @@ class ModuleLoader(WeightLoader):
         known = memo is not None and "key" in memo and memo["key"][0] is metadata
         if memo is not None and known and memo["key"] == key and memo["census"].holds(self._module):
             self._census, self._inference = memo["census"], memo["inference"]
-            self._targets, self._places = memo["targets"], memo["places"]
+            self._targets = memo["targets"]
+            if not self._staged:
+                self._places = memo["places"] = memo["places"] or _Places(self._targets)
             for places in self._targets if memo["casts"] else ():
                 for place in places:
                     place.delivered = place.expected = None
@@ -297,10 +317,12 @@ class ModuleLoader(WeightLoader):
         out = self._compare_all(live, metadata, partial)
         if out.problems:
             return out
-        self._census, self._places = census, _Places(self._targets)
+        self._census = census
+        if not self._staged:
+            self._places = _Places(self._targets)
         if memo is not None:
             memo |= {"key": key, "census": census, "inference": self._inference}
-            memo |= {"targets": self._targets, "places": self._places}
+            memo |= {"targets": self._targets, "places": None}
             memo |= {"casts": dict(out.casts), "kept": list(out.kept)}
         if self._staged:
             self._make_stage()
@@ -464,20 +486,24 @@ class ModuleLoader(WeightLoader):
         """
         self._stage = {}
         live = named_tensors(self._module)
-        targets: list[list[_Target]] = []
-        for places in self._targets:
-            targets.append([])
-            for place in places:
-                base = live[place.name]
-                key = tie_key(base)
-                if key not in self._stage:
-                    copy = torch.empty_like(_compact(base), requires_grad=False)
-                    self._stage[key] = (base, copy.expand(base.shape))
-                tensor = place.cut(self._stage[key][1])
-                copied = dataclasses.replace(place, tensor=tensor)
-                copied.locate()
-                targets[-1].append(copied)
-        self._targets, self._places = targets, _Places(targets)
+        self._targets = [self._staged_targets(places, live) for places in self._targets]
+        self._places = _Places(self._targets)
+
+    def _staged_targets(
+        self, places: list[_Target], live: dict[str, torch.Tensor]
+    ) -> list[_Target]:
+        targets: list[_Target] = []
+        for place in places:
+            base = live[place.name]
+            key = tie_key(base)
+            if key not in self._stage:
+                copy = torch.empty_like(_compact(base), requires_grad=False)
+                self._stage[key] = (base, copy.expand(base.shape))
+            tensor = place.cut(self._stage[key][1])
+            copied = dataclasses.replace(place, tensor=tensor)
+            copied.locate()
+            targets.append(copied)
+        return targets
 
     def landing(self, index: int) -> torch.Tensor | None:
         places = self._targets[index]
@@ -544,15 +570,14 @@ class ModuleLoader(WeightLoader):
         # What the module holds *now* under these names, not what was written to: the proof must not
         # rest on the bookkeeping that it proves.
         memories, census = self._places.memories, self._census
-        if self._staged:
-            found = digest_many(place.tensor for _, place in flat)
-        elif memories is not None and census is not None and census.holds_memory(self._module):
+        held = census is not None and not self._staged and census.holds_memory(self._module)
+        if memories is not None and held:
             found = digest_memories(memories)
             if len(found) == len(self._targets) and all(self._targets):  # no ties: one each
                 return found
         else:
-            live = named_tensors(self._module)
-            found = digest_many([_held(live, place) for _, place in flat])
+            live = {} if self._staged else named_tensors(self._module)
+            found = digest_many([self._held(live, index, place) for index, place in flat])
         out: list[int | None] = [None] * len(self._targets)
         for (index, place), value in zip(flat, found, strict=True):
             if place.cast:
@@ -570,6 +595,10 @@ class ModuleLoader(WeightLoader):
                 )
             out[index] = value
         return [value if value is not None else 0 for value in out]
+
+    def _held(self, live: dict[str, torch.Tensor], index: int, place: _Target) -> torch.Tensor:
+        """What will be served under this name, once committed."""
+        return place.tensor if self._staged else _held(live, place)
 
     def unproven(self) -> list[str] | None:
         if len(self._written) == len(self._targets):

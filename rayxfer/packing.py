@@ -139,6 +139,12 @@ class Layout:
         self.shared_bytes = max((n for n in sizes if n <= bucket_size_bytes), default=0)
         """The largest bucket but for tensors that travel alone. Buffers have this size from the start:
         one that grew would stay beside its successor, for the sake of its views."""
+        self.starts: list[int] = []
+        """Where each bucket begins, in a file that holds all of them."""
+        self.file_bytes = 0
+        for bucket in self.plan.buckets:
+            self.starts.append(self.file_bytes)
+            self.file_bytes = align(self.file_bytes + bucket.num_bytes)
         self._views: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] = {}
 
     def views(self, bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

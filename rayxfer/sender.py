@@ -129,6 +129,7 @@ class _Call:
     glitches: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     digests: list[int] | None = None
+    prove_all: bool = False
 
     @property
     def metadata(self) -> tuple[ParamMeta, ...]:
@@ -176,6 +177,7 @@ class Sender:
         self._links: dict[int, Link] = {}
         self._roster: str | None = None
         self._channels: list[Channel] = []
+        self._kept: dict[str, dict[str, Any]] = {}
         self._base: dict[str, Any] = {}
         self._owner: dict[str, Any] = {}
         self._previous: dict[str, int] = {}
@@ -194,6 +196,7 @@ class Sender:
         channels, self._channels = self._channels, []
         for channel in channels:
             channel.close()
+        self._kept = {}
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if not finalizing():  # what closing needs may be gone by then; the kernel frees the rest
@@ -426,6 +429,8 @@ class Sender:
                 config=self._config,
                 sender=sender,
                 bucket_size_bytes=size,
+                metadata=call.metadata,
+                kept=self._kept.setdefault(backend, {}),
                 base_message=self._base,
                 deadline=deadline,
             )
@@ -626,6 +631,8 @@ class Sender:
             config=self._config,
             base_message={**self._base, **call.ids()},
             version=call.version,
+            partial=call.partial,
+            prove_all=call.prove_all,
             deadline=call.deadline,
         )
         start = time.monotonic()
@@ -648,6 +655,19 @@ class Sender:
                 row.verified, row.complete, row.finish = vote.verified, vote.complete, vote.finish
         if failed:
             self._abort_workers(call, failed)
+        unproven = [link for link in call.live() if stream.votes[link.rank].shared]
+        if any(not self._proves(call, self._channel_of(link), stream) for link in unproven):
+            # whoever was to prove the shared copy failed, or does not use it: each for itself, then
+            call.prove_all = True
+            self._abort_workers(call, call.live())
+            raise _Again
+
+    @staticmethod
+    def _proves(call: _Call, channel: Channel, stream: Stream) -> bool:
+        prover = channel.prover
+        if prover is None or call.rows[prover.rank].error is not None:
+            return False
+        return stream.votes[prover.rank].shared_proof
 
     def _clear_up(self, call: _Call, links: list[Link], stream: Stream, broken: Broken) -> None:
         """After a broken stream: free everyone, decide who is out. Raises if no retry can help."""
@@ -825,7 +845,7 @@ class Sender:
 
 def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError | None:
     """The first tensor whose digest at the worker is not what the sender read."""
-    if sent is None or vote.verified == "off":
+    if sent is None or vote.verified == "off" or vote.shared:
         return None
     if len(vote.digests) != len(sent):
         return TransferError(

@@ -35,6 +35,7 @@ from rayxfer.errors import (
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.loader import FuseRule, ModuleLoader, OpaqueLoader, StagedLoader, WeightLoader
+from rayxfer.mapped import MappedLoader
 from rayxfer.metadata import ParamMeta, dtype_name, metadata_digest, metadata_from_wire
 from rayxfer.report import WorkerState
 from rayxfer.source import ModuleSource, Rename, WeightSource, named_tensors
@@ -111,6 +112,7 @@ class _Round:
     aborted: threading.Event = field(default_factory=threading.Event)
     pushed: dict[int, threading.Event] = field(default_factory=dict)
     pausing: bool = False
+    prove: bool = True
     voted: bool = False
     finished: bool = False
 
@@ -201,6 +203,13 @@ class _LoadWeights:
         self._check_abort()
 
     def __call__(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self._load(weights, self._round.loader.load)
+
+    def _load(
+        self,
+        weights: Sequence[tuple[str, torch.Tensor]],
+        load: Callable[[list[tuple[int, torch.Tensor]]], None],
+    ) -> None:
         self._check_abort()
         if not isinstance(weights, (list, tuple)):
             weights = list(weights)
@@ -220,7 +229,7 @@ class _LoadWeights:
         if self.loader_error is None and items:
             self.in_loader = True
             try:
-                self._round.loader.load(items)
+                load(items)
             except Exception as error:  # the user's loader: keep draining, so that others go on
                 first = self._round.metadata[items[0][0]].name
                 text = f"the loader raised at {first!r}: {type(error).__name__}: {error}"
@@ -233,6 +242,22 @@ class _LoadWeights:
             sizes = self._columns.num_bytes
             self._count(weights[-1][0], sum([sizes[index] for index, _ in items]))
         self._check_abort()
+
+    def keep(
+        self,
+        weights: Sequence[tuple[str, torch.Tensor]],
+        file: Any,
+        on_live: Callable[[], None],
+    ) -> None:
+        """As a call, with tensors that stay as they are until this worker has gone over to others: those
+        may be used where they lie. See `rayxfer.mapped`."""
+        loader = self._round.loader
+        if loader.keeps:
+            self._load(weights, lambda items: loader.keep(items, file, on_live))
+        elif loader.copies_only:
+            self(weights)
+        else:
+            self([(name, tensor.clone()) for name, tensor in weights])
 
     def _check_abort(self) -> None:
         if self._round.aborted.is_set():
@@ -567,7 +592,7 @@ class WorkerSession:
                 "version": self.version,
             }
         checkpoint_format = bool(getattr(update_info, "is_checkpoint_format", True))
-        loader = self._make_loader(checkpoint_format)
+        loader = self._make_loader(checkpoint_format, partial)
         preflight = loader.preflight(metadata, partial=partial, memo=self._memo)
         if preflight.problems:
             return {"problems": preflight.problems, "name": preflight.first_name}
@@ -590,18 +615,26 @@ class WorkerSession:
             self._load = None
         return {"casts": preflight.casts, "kept": preflight.kept}
 
-    def _make_loader(self, checkpoint_format: bool) -> WeightLoader:
+    def _make_loader(self, checkpoint_format: bool, partial: bool) -> WeightLoader:
         binding, config = self._binding, self._config
         if binding.make_loader is not None:
             return binding.make_loader()
         model = binding.live_model()
-        staged, verify = config.load_mode == "staged", config.verify == "digest"
+        staged, verify = config.load_mode != "in_place", config.verify == "digest"
+        mapped = config.load_mode == "mapped"
         if not checkpoint_format:
             return ModuleLoader(model, staged=staged, verify=verify)
         function = _load_function(binding, model)
         if function is not None:
+            if mapped:
+                raise ConfigError(
+                    'load_mode="mapped" needs the default loader, and this worker has one of its own: '
+                    'use "in_place" or "staged"'
+                )
             opaque = OpaqueLoader(function, module=model, learned=self._learned)
             return StagedLoader(opaque) if staged else opaque
+        if mapped and not partial:
+            return MappedLoader(model, rename=binding.rename, fuse=binding.fuse, verify=verify)
         return ModuleLoader(
             model, rename=binding.rename, fuse=binding.fuse, staged=staged, verify=verify
         )
@@ -613,6 +646,7 @@ class WorkerSession:
             StateError: no such round was prepared, or no channel is open.
         """
         current = self._current(message)
+        current.prove = bool(message.get("prove", current.prove))
         engine = self._engine
         if engine is None:
             raise StateError("update before connect: this worker has no open channel")
@@ -695,7 +729,10 @@ class WorkerSession:
         load.check_complete()
         loader = current.loader
         verified, digests = "off", b""
-        if current.verify:
+        shared = current.verify and loader.shared and not current.prove
+        if shared:
+            verified = "loaded"
+        elif current.verify:
             load.in_loader = True
             loaded = loader.loaded_digests() if loader.one_to_one else None
             verified = "delivered" if loaded is None else "loaded"
@@ -713,6 +750,8 @@ class WorkerSession:
         current.finished = self._finish_hook(current) is None
         return {
             "digests": digests,
+            "shared": shared,
+            "shared_proof": current.verify and loader.proves_shared and not shared,
             "verified": verified,
             "complete": None if unproven is None else not unproven,
             "finish": not current.finished,
@@ -736,7 +775,7 @@ class WorkerSession:
 
     def _finish_hook(self, current: _Round) -> Callable[[], Any] | None:
         """What is to run before the record; a staged load runs it once its weights are live."""
-        staged = self._config.load_mode == "staged"
+        staged = self._config.load_mode != "in_place"
         return self._binding.finish_update if current.checkpoint_format and not staged else None
 
     def commit(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -770,7 +809,7 @@ class WorkerSession:
 
     def _make_live(self, current: _Round) -> None:
         binding, config = self._binding, self._config
-        if config.load_mode == "staged":
+        if config.load_mode != "in_place":
             self._enter(current)
             current.loader.commit()
             if binding.finish_update is not None and current.checkpoint_format:

@@ -219,20 +219,25 @@ def _walk(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """`named_tensors`, at a third of the cost."""
     parameters: dict[str, torch.Tensor] = {}
     buffers: dict[str, torch.Tensor] = {}
-
-    def visit(one: torch.nn.Module, prefix: str) -> None:
-        for name, parameter in one._parameters.items():
-            if parameter is not None:
-                parameters[prefix + name] = parameter
-        for name, buffer in one._buffers.items():
-            if buffer is not None and name not in one._non_persistent_buffers_set:
-                buffers[prefix + name] = buffer
-        for name, child in one._modules.items():
-            if child is not None:
-                visit(child, f"{prefix}{name}.")
-
-    visit(module, "")
+    _visit(module, "", parameters, buffers)
     return parameters | buffers
+
+
+def _visit(
+    module: torch.nn.Module,
+    prefix: str,
+    parameters: dict[str, torch.Tensor],
+    buffers: dict[str, torch.Tensor],
+) -> None:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            parameters[prefix + name] = parameter
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            buffers[prefix + name] = buffer
+    for name, child in module._modules.items():
+        if child is not None:
+            _visit(child, f"{prefix}{name}.", parameters, buffers)
 
 
 def tie_key(tensor: torch.Tensor) -> Any:

@@ -59,6 +59,10 @@ class Vote:
     digests: Sequence[int] = ()
     verified: str = "off"
     complete: bool | None = None
+    shared: bool = False
+    """Whether it left the proof to the channel's prover: it uses the same copy."""
+    shared_proof: bool = False
+    """Whether its digests are of such a copy."""
     finish: bool = False
     """Whether the worker has something to run before the version is recorded."""
 
@@ -130,6 +134,8 @@ class Stream:
         config: WeightTransferConfig,
         base_message: dict[str, Any],
         version: int,
+        partial: bool,
+        prove_all: bool,
         deadline: float,
     ) -> None:
         self._channels = channels
@@ -138,6 +144,8 @@ class Stream:
         self._config = config
         self._base = base_message
         self._version = version
+        self._partial = partial
+        self._prove_all = prove_all
         self._deadline = deadline
         # one channel's copies are enough to know what was read
         digesting = config.verify == "digest"
@@ -222,6 +230,7 @@ class Stream:
         if channel.handle is not None:
             args["channel"] = channel.handle
             args["stable"] = self._source.stable
+            args["partial"] = self._partial
         if push is not None:
             args["push"] = push
         try:
@@ -372,14 +381,17 @@ class Stream:
 
     def run(self) -> Broken | None:
         first: list[Link] = []
+        messages: list[dict[str, Any]] = []
         for index, channel in enumerate(self._channels):
             for link in channel.links:
                 link.acked = 0
                 if self._pushes[index] is None or not self._metadata:
                     self._count(link)
                     first.append(link)
-        message = {**self._base, "wait_s": SLICE_S}
-        calls = Calls(first, "update", [message for _ in first])
+                    # of workers that use one copy, one is enough to prove it
+                    prove = self._prove_all or link is channel.prover
+                    messages.append({**self._base, "wait_s": SLICE_S, "prove": prove})
+        calls = Calls(first, "update", messages)
         sending: list[_Step] = [
             ("channel", index, functools.partial(self._send, index))
             for index in range(len(self._channels))
@@ -481,6 +493,8 @@ class Stream:
                 digests,
                 answer["verified"],
                 answer["complete"],
+                answer.get("shared", False),
+                answer.get("shared_proof", False),
                 answer["finish"],
             )
         )

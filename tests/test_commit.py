@@ -72,9 +72,7 @@ def test_one_call_does_all_of_it() -> None:
     assert [said["settled"] for said in fleet.said] == [True]
     fleet.check_ready(1)
     assert [session.calls["commit"] for session in fleet.sessions] == [1, 1]
-    assert (
-        fleet.sync().control_calls == 4 - 1
-    )  # connect went with the first: prepare, update, commit
+    assert fleet.sync().control_calls == 4  # connect (a new sender), prepare, update, commit
 
 
 def test_a_reply_that_was_lost_may_be_asked_for_again() -> None:

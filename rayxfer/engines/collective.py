@@ -227,16 +227,16 @@ def fill(
 ) -> None:
     """Take the bucket's tensors from the stream and copy them to their places in a kept buffer."""
     on_host = buffer.device.type == "cpu"
-    take = getattr(iterator, "take", None) if on_host else None
-    pack = getattr(iterator, "pack", None) if on_host else None
     address, pieces, done = buffer.data_ptr(), bucket.pieces, 0
     with torch.no_grad():
         while done < len(pieces):
+            pack = getattr(iterator, "pack", None) if on_host else None
             if pack is not None and (count := pack(address, pieces, done)):
                 done += count
                 continue
             piece = pieces[done]
             tensor = next_tensor(iterator, layout.metadata[piece.tensor])
+            take = getattr(iterator, "take", None) if on_host else None
             if not piece.num_bytes:
                 pass
             elif take is not None and is_memory(tensor):

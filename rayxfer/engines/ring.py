@@ -1,21 +1,14 @@
 """A ring of slots in one memory file: one writer, some readers, no name in any file system.
 
-The file is a sealed memfd that readers open through /proc/<pid>/fd/<n>, so nothing can be left in
-/dev/shm and the kernel frees it with its last user, also after SIGKILL. The writer publishes frames
-by a counter; each reader acknowledges by its own, and sets it to the highest value when it leaves.
-Waiting is a futex on the counter itself (a plain sleep where there is none), always in slices against
-an abort flag.
-
-Mappings are never closed, only dropped: `mmap.close()` under a live tensor would be a segfault.
+The writer publishes frames by a counter, each with a word that says what it is; each reader
+acknowledges by a counter of its own, and sets it to the highest value when it leaves. Waiting is a
+futex on the counter itself (a plain sleep where there is none), always in slices against an abort flag.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import fcntl
 import hmac
-import mmap
 import os
 import platform
 import struct
@@ -25,21 +18,16 @@ import time
 import torch
 
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
+from rayxfer.memfile import MAGIC, PAGE_BYTES, create, map_file, nonce_bytes, open_other
 
 __all__ = ["RingReader", "RingWriter"]
 
-_MAGIC = b"rayxfer1"
 _LINE = 64  # one cache line per counter: no false sharing
 _HEAD = 2 * _LINE  # after magic + nonce, and the geometry
-_PAGE = 4096
 _SLICE_S = 0.05
 _SPINS = 20
 _LEFT = (1 << 64) - 1
 """A reader that has left is done with every frame there will ever be."""
-
-_F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
-_SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,10 +47,8 @@ def _fence() -> None:
 class _Memory:
     """The mapping, and its 64-bit counters."""
 
-    def __init__(self, fd: int, num_bytes: int, *, populate: int) -> None:
-        self._map = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        with contextlib.suppress(OSError):  # before Linux 5.14: the first round pays
-            self._map.madvise(populate)  # pay page faults now, not in a round
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        self._map = map_file(fd, num_bytes, write=True)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._address = self.bytes.data_ptr()
         self._words = memoryview(self._map).cast("Q")
@@ -71,6 +57,10 @@ class _Memory:
         value = self._words[offset // 8]
         _fence()
         return value
+
+    def put(self, offset: int, value: int) -> None:
+        """Without waking anybody; seen at the latest with the next `write`."""
+        self._words[offset // 8] = value
 
     def write(self, offset: int, value: int) -> None:
         _fence()
@@ -110,8 +100,12 @@ def _tail(reader: int) -> int:
     return _HEAD + _LINE * (1 + reader)
 
 
-def _data_start(readers: int) -> int:
-    return -(-_tail(readers) // _PAGE) * _PAGE
+def _kind(readers: int, slot: int) -> int:
+    return _tail(readers) + _LINE * slot
+
+
+def _data_start(readers: int, slots: int) -> int:
+    return -(-_kind(readers, slots) // PAGE_BYTES) * PAGE_BYTES
 
 
 class RingWriter:
@@ -119,24 +113,11 @@ class RingWriter:
 
     def __init__(self, *, slot_bytes: int, slots: int, readers: int, nonce: str) -> None:
         self.slot_bytes, self._slots, self._readers = slot_bytes, slots, readers
-        self._start = _data_start(readers)
+        self._start = _data_start(readers, slots)
         size = self._start + slots * slot_bytes
-        if not hasattr(os, "memfd_create"):
-            raise BackendUnavailable("shm needs Linux: this system has no memfd_create")
-        self._fd = os.memfd_create("rayxfer-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self._fd, size)
-            fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
-            # posix_fallocate fails with an error where memory is short; a touched page would be a
-            # bus error
-            os.posix_fallocate(self._fd, 0, size)
-            memory = _Memory(self._fd, size, populate=_MADV_POPULATE_WRITE)
-        except (OSError, OverflowError) as error:
-            os.close(self._fd)
-            raise TransferError(
-                f"no room for a memory file of {size} bytes: {error}", phase="connect", cause=error
-            ) from error
-        header = _MAGIC + bytes.fromhex(nonce) + struct.pack("<QQQ", slot_bytes, slots, readers)
+        self._fd = create("rayxfer-ring", size)
+        memory = _Memory(self._fd, size)
+        header = MAGIC + bytes.fromhex(nonce) + struct.pack("<QQQ", slot_bytes, slots, readers)
         memory.bytes[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._mapped: _Memory | None = memory
         self._nonce = nonce
@@ -175,8 +156,9 @@ class RingWriter:
         start = self._start + (self._head % self._slots) * self.slot_bytes
         return self._memory.bytes[start : start + self.slot_bytes]
 
-    def publish(self) -> None:
-        """The slot is complete: let readers have it."""
+    def publish(self, kind: int = 0) -> None:
+        """The slot is complete: let readers have it. `kind`: what it holds, as both sides agree."""
+        self._memory.put(_kind(self._readers, self._head % self._slots), kind)
         self._head += 1
         self._memory.write(_HEAD, self._head)
 
@@ -188,6 +170,10 @@ class RingWriter:
                 self._check()
                 self._memory.wait_change(_tail(reader), seen, _SLICE_S)
         self.lagging = None
+
+    def held(self) -> list[int]:
+        """The last word that each reader said with `hold`; 0: none yet."""
+        return [self._memory.read(_tail(reader) + 8) for reader in range(self._readers)]
 
     @property
     def turn(self) -> int:
@@ -237,35 +223,12 @@ class RingReader:
     def __init__(
         self, *, reader: int, pid: int, fd: int, inode: int, file_bytes: int, nonce: str
     ) -> None:
-        for value in (reader, pid, fd, inode, file_bytes):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"shm: {value!r} in the ring's description is no natural number")
+        if isinstance(reader, bool) or not isinstance(reader, int) or reader < 0:
+            raise ConfigError(f"shm: reader {reader!r} is no natural number")
+        expected = MAGIC + nonce_bytes(nonce)
+        own = open_other(pid=pid, fd=fd, inode=inode, file_bytes=file_bytes, write=True)
         try:
-            expected = _MAGIC + bytes.fromhex(nonce)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"shm: the ring's nonce is no hex string: {error}") from error
-        path = f"/proc/{pid}/fd/{fd}"
-        try:
-            own = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise BackendUnavailable(
-                f"shm: cannot open the sender's memory file ({error.strerror}): another host, PID "
-                "namespace or user",
-                cause=error,
-            ) from error
-        try:
-            stat = os.fstat(own)
-            try:
-                seals = fcntl.fcntl(own, _F_GET_SEALS)
-            except OSError:
-                seals = 0
-            found = (stat.st_ino, stat.st_size, stat.st_uid, seals & _SEALS)
-            if found != (inode, file_bytes, os.getuid(), _SEALS):
-                raise BackendUnavailable(
-                    f"shm: /proc/<sender>/fd/{fd} is not the sender's memory file (inode, size, owner "
-                    f"and seals are {found}): process ids differ between the two"
-                )
-            self._memory = _Memory(own, file_bytes, populate=_MADV_POPULATE_READ)
+            self._memory = _Memory(own, file_bytes)
         finally:
             os.close(own)
         header = bytes(self._memory.bytes[:48].numpy())
@@ -274,8 +237,8 @@ class RingReader:
         self.slot_bytes, self._slots, readers = struct.unpack("<QQQ", header[24:48])
         if reader >= readers:
             raise ConfigError(f"shm: reader {reader} of {readers}")
-        self._start = _data_start(readers)
-        self._reader = reader
+        self._start = _data_start(readers, self._slots)
+        self._readers, self._reader = readers, reader
         self._tail = 0
         self._aborted = threading.Event()
 
@@ -292,6 +255,15 @@ class RingReader:
             self._memory.wait_change(_HEAD, seen, _SLICE_S)
         start = self._start + ((self._tail + ahead) % self._slots) * self.slot_bytes
         return self._memory.bytes[start : start + self.slot_bytes]
+
+    @property
+    def kind(self) -> int:
+        """What the next frame is, once `slot` has returned it."""
+        return self._memory.read(_kind(self._readers, self._tail % self._slots))
+
+    def hold(self, word: int) -> None:
+        """A word of this reader's own, for the writer (see `RingWriter.held`)."""
+        self._memory.write(_tail(self._reader) + 8, word)
 
     def release(self) -> None:
         """Done with the slot: the writer may fill it again."""

@@ -6,7 +6,6 @@ when the workers read it. Workers read one slot while the sender fills the other
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +19,13 @@ from rayxfer.base import (
     WeightTransferInitInfo,
 )
 from rayxfer.engines.collective import Layouts, TensorsUpdateInfo, merged_init_info
-from rayxfer.engines.frames import receive_frames, send_frames
+from rayxfer.engines.frames import FrameReader, send_frames, send_version
 from rayxfer.engines.ring import RingReader, RingWriter
-from rayxfer.errors import BackendUnavailable, StateError
-from rayxfer.packing import ALIGNMENT_BYTES, align
+from rayxfer.engines.versions import Versions
+from rayxfer.errors import StateError
+from rayxfer.memfile import check_system
+from rayxfer.packing import ALIGNMENT_BYTES, Layout, align
+from rayxfer.topology import Facts
 
 __all__ = ["ShmEngine", "ShmInitInfo"]
 
@@ -53,6 +55,8 @@ class ShmInitInfo(WeightTransferInitInfo):
 class _Channel:
     ring: RingWriter
     layouts: Layouts
+    workers: tuple[Facts, ...]
+    versions: Versions | None
 
 
 class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
@@ -64,12 +68,12 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     default_bucket_size_bytes = 4 << 20
 
     _ring: RingReader | None = None
+    _reader: FrameReader | None = None
     _layouts: Layouts | None = None
 
     @classmethod
     def check_available(cls) -> None:
-        if not hasattr(os, "memfd_create"):
-            raise BackendUnavailable("shm needs Linux: this system has no memfd_create")
+        check_system()
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Map the sender's ring. Raises BackendUnavailable where it cannot be opened."""
@@ -82,13 +86,14 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
             file_bytes=init_info.file_bytes,
             nonce=init_info.nonce,
         )
+        self._reader = FrameReader(self._ring)
 
     def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive one round. Raises TransferError when the round is aborted."""
-        ring = self._ring
-        if ring is None or self._layouts is None:
+        reader = self._reader
+        if reader is None or self._layouts is None:
             raise StateError("shm: receive_weights before init_transfer_engine")
-        receive_frames(ring, self._layouts.get(update_info), load_weights)
+        reader.receive(self._layouts.get(update_info), load_weights)
 
     def abort(self) -> None:
         if self._ring is not None:
@@ -97,7 +102,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     def shutdown(self) -> None:
         """Drop the mapping. Safe to call twice."""
         ring, self._ring = self._ring, None
-        self._layouts = None
+        self._reader = self._layouts = None
         if ring is not None:
             ring.abort()
 
@@ -107,7 +112,12 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     ) -> None:
         """Write one round into the ring; returns once every worker has read it."""
         channel: _Channel = trainer_args["channel"]
-        send_frames(channel.ring, channel.layouts.get(trainer_args["update_info"]), iterator)
+        ring, layout = channel.ring, channel.layouts.get(trainer_args["update_info"])
+        if channel.versions is None or trainer_args.get("partial") or not layout.file_bytes:
+            send_frames(ring, layout, iterator, stable=bool(trainer_args.get("stable")))
+            return
+        channel.versions.learn(channel.workers, ring.held())
+        send_version(ring, layout, iterator, channel.versions.pick(layout.file_bytes))
 
     @classmethod
     def trainer_open(cls, plan: SessionPlan) -> tuple[_Channel, list[dict[str, Any]]]:
@@ -119,7 +129,14 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
         )
         own = {**ring.describe(), "bucket_size_bytes": plan.bucket_size_bytes}
         info = {**plan.config.init_info, **own}
-        channel = _Channel(ring, Layouts(plan.bucket_size_bytes))
+        versions = None
+        if plan.config.load_mode == "mapped":
+            versions = plan.kept.setdefault("versions", Versions())
+            size = Layout(plan.metadata, plan.bucket_size_bytes).file_bytes
+            if size:
+                versions.prepare(size)
+        layouts = Layouts(plan.bucket_size_bytes)
+        channel = _Channel(ring, layouts, plan.workers, versions)
         return channel, [dict(info) for _ in plan.workers]
 
     @classmethod

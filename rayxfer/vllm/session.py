@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rayxfer.errors import StateError
+from rayxfer.errors import ConfigError, StateError
 from rayxfer.loader import EMPTY_OFFER, ModuleLoader, Preflight, StagedLoader, WeightLoader
 from rayxfer.metadata import ParamMeta
 from rayxfer.report import WorkerState
@@ -76,7 +76,12 @@ class VLLMSession(WorkerSession):
             "cache_policy": config.cache_policy,
         }
 
-    def _make_loader(self, checkpoint_format: bool) -> WeightLoader:
+    def _make_loader(self, checkpoint_format: bool, partial: bool) -> WeightLoader:
+        if self._config.load_mode == "mapped":
+            raise ConfigError(
+                'load_mode="mapped" needs the default loader, and vLLM has its own: use "in_place" or '
+                '"staged"'
+            )
         staged, verify = self._config.load_mode == "staged", self._config.verify == "digest"
         if not checkpoint_format:
             return ModuleLoader(self.reload.model, staged=staged, verify=verify)

@@ -1,0 +1,156 @@
+"""`load_mode="mapped"`: the worker's weights are the sender's memory file, shared by all workers of a host.
+
+A round writes the version that nobody uses. At commit every parameter goes over to it (`param.data`),
+which moves no bytes. What the worker writes to its weights stays its own (a private mapping), and is gone
+with the next version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rayxfer.loader import ModuleLoader, Preflight
+from rayxfer.memfile import ForeignFile
+from rayxfer.source import named_tensors, tie_key
+
+__all__ = ["MappedLoader"]
+
+OnLive = Callable[[], None]
+
+
+class MappedLoader(ModuleLoader):
+    """A staged load whose stage is a file that stays: what fits is kept where it lies, the rest (casts,
+    fused or strided parameters, weights that arrive another way) is staged in memory of its own.
+    """
+
+    keeps = True
+
+    def __init__(self, module: torch.nn.Module, **rules: Any) -> None:
+        super().__init__(module, **rules, staged=True)
+        self._memo: dict[str, Any] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        self._on_live: dict[int, tuple[ForeignFile, OnLive]] = {}
+        self._own: list[list[Any]] = []
+        self._live: dict[str, torch.Tensor] = {}
+
+    def preflight(
+        self, metadata: Any, *, partial: bool, memo: dict[str, Any] | None = None
+    ) -> Preflight:
+        self._memo = memo if memo is not None else {}
+        out = super().preflight(metadata, partial=partial, memo=self._memo)
+        if self._memo.get("movable_of") is not self._targets:
+            self._memo["movable"] = self._movable()
+            self._memo["movable_of"] = self._targets
+        self._own = self._targets
+        self._targets = list(self._targets)
+        return out
+
+    def _make_stage(self) -> None:
+        """Not before it is known what has to be staged."""
+        self._stage = {}
+
+    def _movable(self) -> list[list[torch.Tensor] | None]:
+        """For each offered tensor, those of the module that are to go over to another place together (a
+        tie may be several objects); None where that cannot be done."""
+        groups: dict[Any, list[torch.Tensor]] = {}
+        keys_of_storage: dict[int, set[Any]] = {}
+        for tensor in named_tensors(self._module).values():
+            key = tie_key(tensor)
+            same = groups.setdefault(key, [])
+            if not any(tensor is one for one in same):
+                same.append(tensor)
+            if tensor.device.type == "cpu":
+                keys_of_storage.setdefault(tensor.untyped_storage().data_ptr(), set()).add(key)
+        out: list[list[torch.Tensor] | None] = []
+        for places in self._targets:
+            found: list[torch.Tensor] | None = []
+            for place in places:
+                base = place.tensor
+                alone = base.numel() == 0 or (
+                    base.device.type == "cpu"
+                    and len(keys_of_storage.get(base.untyped_storage().data_ptr(), ())) == 1
+                )
+                group = groups.get(tie_key(base))
+                if group is None or not place.plain or not alone or base.is_inference():
+                    found = None  # part of a parameter, of another dtype, in a memory with others
+                    break
+                assert found is not None
+                found += group
+            out.append(found)
+        return out
+
+    # ---- loading --------------------------------------------------------------------------------
+
+    def keep(
+        self, items: list[tuple[int, torch.Tensor]], file: ForeignFile, on_live: OnLive
+    ) -> None:
+        """Take tensors that stay as they are for as long as this worker uses them: from `on_live`, called
+        once it does, until it has called another's."""
+        file.settle()
+        movable = self._memo["movable"]
+        rest: list[tuple[int, torch.Tensor]] = []
+        for index, tensor in items:
+            if movable[index] is None:
+                rest.append((index, tensor))
+            else:
+                self._kept[index] = tensor
+                self._written.add(index)
+        if rest:
+            self.load(rest)
+        self._on_live[id(file)] = (file, on_live)
+
+    def landing(self, index: int) -> torch.Tensor | None:
+        self._stage_one(index)
+        return super().landing(index)
+
+    def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
+        for index, _ in items:
+            self._stage_one(index)
+        super().load(items)
+
+    def _stage_one(self, index: int) -> None:
+        if self._targets[index] is self._own[index]:
+            if not self._stage:
+                self._live = named_tensors(self._module)
+            self._targets[index] = self._staged_targets(self._own[index], self._live)
+
+    def commit(self) -> None:
+        super().commit()
+        movable = self._memo["movable"]
+        for index, tensor in self._kept.items():
+            for mine in movable[index]:
+                mine.data = tensor
+        self._kept = {}
+        before = self._memo.get("file")
+        for file, on_live in self._on_live.values():
+            on_live()
+            self._memo["file"] = file
+            if before is not None and before is not file:
+                before.forget_writes()
+        self._on_live = {}
+        for places in self._own:
+            for place in places:
+                place.locate()
+        self._memo["places"] = None
+        self._memo["census"].renew()
+
+    def discard(self) -> None:
+        super().discard()
+        self._kept, self._on_live = {}, {}
+
+    # ---- proof ----------------------------------------------------------------------------------
+
+    @property
+    def shared(self) -> bool:
+        return bool(self._kept) and not self._stage
+
+    @property
+    def proves_shared(self) -> bool:
+        return bool(self._kept)
+
+    def _held(self, live: dict[str, torch.Tensor], index: int, place: Any) -> torch.Tensor:
+        kept = self._kept.get(index)
+        return super()._held(live, index, place) if kept is None else kept

@@ -1,0 +1,319 @@
+"""`load_mode="mapped"`: the workers of a host use one copy of the weights, the sender's memory file."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+
+import pytest
+import torch
+
+from rayxfer import ConfigError, ModuleSource, PartialUpdate, TransferError, WeightTransferConfig
+from rayxfer.engines.ring import RingWriter
+from rayxfer.engines.versions import Versions
+from rayxfer.memfile import MemoryFile
+from rayxfer.session import Binding
+from rayxfer.testing.local import LocalController
+from rayxfer.testing.processes import ProcessWorker
+from rayxfer.topology import local_facts
+from tests.helpers import assert_same_bytes, poison, raw_bytes
+from tests.test_placement import Zoo
+
+MAPPED = WeightTransferConfig(backend="shm", load_mode="mapped")
+
+
+def _bytes(module: torch.nn.Module) -> dict[str, bytes]:
+    return {name: raw_bytes(tensor) for name, tensor in module.state_dict().items()}
+
+
+def _where(module: torch.nn.Module, name: str) -> str:
+    """The mapping in which a parameter lies: its permissions and the file's name and inode."""
+    address = dict(module.named_parameters())[name].data_ptr()
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            fields = line.split()
+            first, last = (int(part, 16) for part in fields[0].split("-"))
+            if first <= address < last:
+                return " ".join([fields[1], *fields[4:]])
+    return "nowhere"
+
+
+def _write(module: torch.nn.Module, value: float) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(value)
+
+
+def _change(model: torch.nn.Module, by: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(by)
+
+
+@pytest.mark.parametrize("verify", ["digest", "off"])
+def test_all_workers_of_a_host_use_one_file_and_two_take_turns(verify: str) -> None:
+    model = Zoo()
+    with ProcessWorker(Zoo, 1) as one, ProcessWorker(Zoo, 2) as two, ProcessWorker(Zoo, 3) as three:
+        workers = [one, two, three]
+        config = WeightTransferConfig(backend="shm", load_mode="mapped", verify=verify)  # type: ignore[arg-type]
+        with LocalController(workers, config) as controller:
+            files: list[str] = []
+            for step in range(5):
+                _change(model, step + 1)
+                for worker in workers:
+                    worker.run(poison)  # into what is served now: private to that worker
+                report = controller.sync_weights(model)
+                expected = _bytes(model)
+                _change(model, 100)  # the trainer's tensors are its own again
+                for row, worker in zip(report.workers, workers, strict=True):
+                    assert worker.run(_bytes) == expected
+                    assert row.verified == ("loaded" if verify == "digest" else "off")
+                    assert row.complete is True
+                places = {worker.run(_where, "large") for worker in workers}
+                assert len(places) == 1
+                assert "rayxfer-version" in next(iter(places))
+                assert next(iter(places)).startswith("rw-p"), "private: a write is the worker's own"
+                files.append(next(iter(places)))
+                _change(model, -100)
+            assert files[0] == files[2] == files[4] != files[1] == files[3]
+        assert all(worker.run(_bytes) == expected for worker in workers), "they keep it"
+
+
+def test_what_a_worker_writes_is_its_own_and_gone_with_the_next_version() -> None:
+    model = Zoo()
+    with (
+        ProcessWorker(Zoo, 1) as one,
+        ProcessWorker(Zoo, 2) as two,
+        LocalController([one, two], MAPPED) as controller,
+    ):
+        for step in range(4):
+            controller.sync_weights(model)
+            one.run(_write, float(step))
+            assert two.run(_bytes) == _bytes(model)
+            assert one.run(_bytes) != _bytes(model)
+        controller.sync_weights(model)
+        assert one.run(_bytes) == two.run(_bytes) == _bytes(model)
+
+
+def test_ties_casts_and_strides_in_one_process() -> None:
+    model, receiver = Zoo(), Zoo(1)
+    receiver.large.data = receiver.large.data.float()
+    with LocalController([receiver], MAPPED) as controller:
+        for step in range(3):
+            _change(model, 0.5)
+            poison(receiver)
+            report = controller.sync_weights(model)
+            expected = {**model.state_dict(), "large": model.large.float()}
+            assert_same_bytes(expected, receiver.state_dict())
+            assert report.workers[0].casts == {"large": "bfloat16 -> float32"}
+            assert receiver.tied.weight is receiver.first.weight
+            assert "rayxfer-version" in _where(receiver, "first.weight")
+            assert "rayxfer-version" not in _where(receiver, "large"), "a cast is its own"
+            assert "rayxfer-version" not in _where(receiver, "turned"), "so is what is strided"
+            assert receiver.right.data_ptr() == receiver.left.data_ptr() + 20, "and what is shared"
+            assert report.version == step + 1
+
+
+def test_a_tie_of_two_objects_goes_over_as_one() -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            memory = torch.randn(300)
+            self.a, self.b = torch.nn.Parameter(memory), torch.nn.Parameter(memory)
+
+    model, receiver = Tied(), Tied()
+    with LocalController([receiver], MAPPED) as controller:
+        controller.sync_weights(model)
+        assert "rayxfer-version" in _where(receiver, "a")
+        assert receiver.a.data_ptr() == receiver.b.data_ptr()
+        assert torch.equal(receiver.b, model.b)
+
+
+def test_a_part_of_the_model_is_staged_and_the_next_whole_is_mapped() -> None:
+    model, receiver = Zoo(), Zoo(1)
+    with LocalController([receiver], MAPPED) as controller:
+        controller.sync_weights(model)
+        bias = torch.full((17,), 3.0)
+        controller.sync_weights({"first.bias": bias}, partial=True)
+        assert torch.equal(receiver.first.bias, bias)
+        expected = {**model.state_dict(), "first.bias": bias}
+        assert_same_bytes(expected, receiver.state_dict())
+        for _ in range(3):
+            controller.sync_weights(model)
+            assert_same_bytes(model.state_dict(), receiver.state_dict())
+
+
+def test_a_loader_that_is_not_ours_is_refused_before_anything_changes() -> None:
+    receiver = Zoo(1)
+    binding = Binding(receiver, load_weights=lambda model, weights: None)
+    before = _bytes(receiver)
+    with LocalController([binding], MAPPED) as controller:
+        with pytest.raises(ConfigError, match="needs the default loader"):
+            controller.sync_weights(Zoo())
+        assert str(controller.status().workers[0].state) == "READY"
+    assert _bytes(receiver) == before
+
+
+def test_elsewhere_than_on_the_senders_host_it_is_staged() -> None:
+    model, receiver = Zoo(), Zoo(1)
+    config = WeightTransferConfig(backend="gloo", load_mode="mapped")
+    with LocalController([receiver], config) as controller:
+        for _ in range(2):
+            poison(receiver)
+            controller.sync_weights(model)
+            assert_same_bytes(model.state_dict(), receiver.state_dict())
+            assert "rayxfer-version" not in _where(receiver, "large")
+
+
+def test_a_round_that_fails_leaves_the_old_version_served() -> None:
+    model, receiver = Zoo(), Zoo(1)
+    with LocalController([receiver], MAPPED) as controller:
+        controller.sync_weights(model)
+        before = _bytes(model)
+        _change(model, 5)
+
+        class Stops(ModuleSource):
+            def __iter__(self):  # type: ignore[no-untyped-def]
+                for index, item in enumerate(super().__iter__()):
+                    if index == 5:
+                        raise ValueError("no more")
+                    yield item
+
+        with pytest.raises(Exception, match="no more"):
+            controller.sync_weights(Stops(model))
+        assert _bytes(receiver) == before
+        assert str(controller.status().workers[0].state) == "READY"
+        controller.sync_weights(model)
+        assert _bytes(receiver) == _bytes(model)
+
+
+def test_a_worker_that_did_not_go_over_keeps_its_file_from_being_written() -> None:
+    """Its version stands although the others left it; nothing of it may change under it."""
+    model = Zoo()
+    one, two = Zoo(1), Zoo(2)
+    refuse: list[bool] = []
+
+    def stuck_pause(_: str) -> None:
+        if refuse:
+            raise RuntimeError("cannot pause")
+
+    bindings = [Binding(one), Binding(two, pause=stuck_pause)]
+    with LocalController(bindings, MAPPED) as controller:
+        controller.sync_weights(model)
+        old = _bytes(two)
+        where = _where(two, "large")
+        refuse.append(True)
+        for _ in range(3):
+            _change(model, 1)
+            with pytest.raises(PartialUpdate):
+                controller.sync_weights(model)
+            assert _bytes(one) == _bytes(model)
+            assert _bytes(two) == old
+            assert _where(two, "large") == where
+        refuse.clear()
+        controller.sync_weights(model)
+        assert _bytes(one) == _bytes(two) == _bytes(model)
+
+
+def test_the_prover_may_fail_and_the_others_prove_for_themselves() -> None:
+    """Worker 0 casts everything, so what it digests is its own memory, not the others' file."""
+    model = torch.nn.Linear(64, 64)
+    casting, other = torch.nn.Linear(64, 64).double(), torch.nn.Linear(64, 64)
+    poison(casting)
+    poison(other)
+    with LocalController([casting, other], MAPPED) as controller:
+        report = controller.sync_weights(model)
+        assert [row.verified for row in report.workers] == ["loaded", "loaded"]
+        assert report.attempts == 2
+        assert_same_bytes(model.state_dict(), other.state_dict())
+        assert torch.equal(casting.weight, model.weight.double())
+
+
+def test_a_byte_that_changes_in_the_file_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    files: list[MemoryFile] = []
+    pick, publish = Versions.pick, RingWriter.publish
+
+    def seen(self: Versions, num_bytes: int) -> MemoryFile:
+        files[:] = [pick(self, num_bytes)]
+        return files[0]
+
+    def flip_one(self: RingWriter, kind: int = 0) -> None:
+        files[0].bytes[100] ^= 1  # of the first bucket: written a moment ago
+        publish(self, kind)
+
+    monkeypatch.setattr(Versions, "pick", seen)
+    monkeypatch.setattr(RingWriter, "publish", flip_one)
+    model, one, two = Zoo(), Zoo(1), Zoo(2)
+    before = _bytes(one), _bytes(two)
+    with LocalController([one, two], MAPPED) as controller:
+        with pytest.raises(TransferError, match="digest mismatch at 'turned'"):
+            controller.sync_weights(model)
+        assert (_bytes(one), _bytes(two)) == before
+
+
+def test_versions_are_reused_only_when_nobody_uses_them() -> None:
+    versions = Versions()
+    me = local_facts()
+    versions.prepare(4096)
+    first = versions.pick(4096)
+    versions.learn([me], [first.about["inode"]])  # type: ignore[list-item]
+    second = versions.pick(4096)
+    assert second is not first
+    assert versions.pick(4096) is second, "nobody said that it went over to it"
+    versions.learn([me], [second.about["inode"]])  # type: ignore[list-item]
+    assert versions.pick(4096) is first
+    stopped = dataclasses.replace(me, address="elsewhere")
+    versions.learn([stopped], [first.about["inode"]])  # type: ignore[list-item]
+    third = versions.pick(4096)
+    assert third not in (first, second)
+    gone = dataclasses.replace(me, pid=1 << 22, address="gone")
+    versions.learn([gone], [third.about["inode"]])  # type: ignore[list-item]
+    assert versions.pick(4096) is third, "whoever is gone uses nothing"
+    assert versions.pick(8192).num_bytes == 8192
+
+
+def test_the_host_holds_two_versions_however_many_workers() -> None:
+    gc.collect()
+    model = torch.nn.ParameterList(torch.randn(1 << 20) for _ in range(8))  # 32 MiB
+    size = sum(p.nbytes for p in model)
+    workers = [ProcessWorker(_thirty_two) for _ in range(4)]
+    try:
+        with LocalController(workers, MAPPED) as controller:
+            for _ in range(3):
+                controller.sync_weights(model)
+            held = [worker.run(_own_bytes) for worker in workers]
+            own = _own_bytes(model)
+            # PSS divides what is shared among those that share it, so the sum is what the host holds
+            assert own + sum(held) <= 2 * size + (1 << 20)
+            assert max(held) < size
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _thirty_two() -> torch.nn.Module:
+    return torch.nn.ParameterList(torch.zeros(1 << 20) for _ in range(8))
+
+
+def _own_bytes(module: torch.nn.Module) -> int:
+    """PSS of this process's version files."""
+    total, inside = 0, False
+    with open("/proc/self/smaps", encoding="utf-8") as smaps:
+        for line in smaps:
+            if "-" in line.split()[0] and ":" not in line.split()[0]:
+                inside = "rayxfer-version" in line
+            elif inside and line.startswith("Pss:"):
+                total += int(line.split()[1]) << 10
+    return total
+
+
+def test_descriptors_do_not_grow() -> None:
+    model, receiver = Zoo(), Zoo(1)
+    with LocalController([receiver], MAPPED) as controller:
+        for _ in range(3):
+            controller.sync_weights(model)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(10):
+            controller.sync_weights(model)
+        assert len(os.listdir("/proc/self/fd")) == before
