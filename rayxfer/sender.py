@@ -20,6 +20,7 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rayxfer.background import Snapshots, Turns
 from rayxfer.channel import Calls, Channel, Link, connect
 from rayxfer.client import SLICE_S, client_for, lost_process, outcome, wait_answers
 from rayxfer.config import WeightTransferConfig
@@ -40,7 +41,7 @@ from rayxfer.metadata import ParamMeta, metadata_digest, metadata_to_wire
 from rayxfer.packing import ALIGNMENT_BYTES
 from rayxfer.report import KEEPER_RANK, SyncReport, WorkerReport, WorkerState
 from rayxfer.source import WeightSource, checked_metadata
-from rayxfer.stream import Broken, Stream, Vote
+from rayxfer.stream import Broken, Stream, Vote, cancelled
 from rayxfer.topology import (
     Facts,
     bucket_size,
@@ -183,16 +184,27 @@ class Sender:
         self._previous: dict[str, int] = {}
         self._last: tuple[list[ParamMeta], _Offer] | None = None
         self._lease = _Lease(coordinator)
-        self.lock = threading.Lock()
+        self._cancelled = threading.Event()
+        self.turns = Turns()
+        self.snapshots = Snapshots()
 
     def orphaned(self) -> bool:
         """Whether the controller is gone for good."""
         alive = getattr(self._coordinator, "alive", None)
         return alive is not None and not alive()
 
+    def cancel(self) -> None:
+        """Have a sync under way end soon, with ControllerClosed; there can be none after it."""
+        self._cancelled.set()
+
+    def _check_cancelled(self, call: _Call) -> None:
+        if self._cancelled.is_set():
+            raise cancelled(call.version)
+
     def close(self) -> None:
-        """Close every channel. Safe to call twice."""
+        """Close every channel, and let kept memory go. Safe to call twice."""
         self._lease.close()
+        self.snapshots.close()
         channels, self._channels = self._channels, []
         for channel in channels:
             channel.close()
@@ -268,6 +280,7 @@ class Sender:
             call.rows
         )  # workers that come and go for ever must not keep us for ever
         for _ in range(limit):
+            self._check_cancelled(call)
             links = call.live()
             if not call.serving():
                 raise self._nobody(call)
@@ -500,6 +513,8 @@ class Sender:
         pending = {future: link.rank for future, link in zip(first, links, strict=True)}
         while pending:
             done, _ = wait_futures(pending, timeout=0.1, return_when="FIRST_COMPLETED")
+            if op != "commit":  # what is recorded is completed
+                self._check_cancelled(call)
             now = time.monotonic()
             for future in done:
                 rank = pending.pop(future)
@@ -634,6 +649,7 @@ class Sender:
             partial=call.partial,
             prove_all=call.prove_all,
             deadline=call.deadline,
+            cancelled=self._cancelled,
         )
         start = time.monotonic()
         broken = stream.run()

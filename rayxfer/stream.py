@@ -8,7 +8,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,9 @@ import torch
 from rayxfer.channel import Calls, Channel, Link
 from rayxfer.client import SLICE_S, lost_process, outcome
 from rayxfer.config import WeightTransferConfig
-from rayxfer.copying import is_memory
 from rayxfer.errors import (
     ContractError,
+    ControllerClosed,
     RayxferError,
     TransferError,
     TransferTimeout,
@@ -29,8 +29,8 @@ from rayxfer.errors import (
 )
 from rayxfer.feed import Feed
 from rayxfer.metadata import ParamMeta, metadata_to_wire
-from rayxfer.packing import plain
-from rayxfer.source import MappingSource, WeightSource, whole
+from rayxfer.reading import Reading, yields_at_once
+from rayxfer.source import WeightSource
 from rayxfer.threads import gpu_of_this_thread
 from rayxfer.topology import process_gone
 
@@ -88,6 +88,13 @@ class Broken:
     channel: int | None = None
 
 
+def cancelled(version: int) -> ControllerClosed:
+    """Why a sync that somebody called off ends."""
+    return ControllerClosed(
+        f"the sync of version {version} was called off: its controller was shut down, or this process ends"
+    )
+
+
 class _Push:
     """Sends the payloads of a `uses_push` channel with the workers' update calls."""
 
@@ -137,7 +144,9 @@ class Stream:
         partial: bool,
         prove_all: bool,
         deadline: float,
+        cancelled: threading.Event | None = None,
     ) -> None:
+        self._cancelled = cancelled
         self._channels = channels
         self._source = source
         self._metadata = metadata
@@ -166,14 +175,13 @@ class Stream:
         self._failed: dict[int, RayxferError] = {}
         self._moved = [time.monotonic() for _ in channels]
         self._sent: set[int] = set()
-        self._in_source_since: float | None = None
-        self._at_name: str | None = None
+        self._reading = Reading(source, metadata, version)
         self._fed = False
         # so little that it need not be sent while it is read: one thread is enough for that
         self._little = (
             len(channels) == 1
             and source.stable
-            and _yields_at_once(source)
+            and yields_at_once(source)
             and num_bytes <= _LITTLE_BYTES
         )
         self.votes: dict[int, Vote] = {}
@@ -243,113 +251,31 @@ class Stream:
             )
 
     def _feed(self) -> None:
-        source, metadata = self._source, self._metadata
-        one_by_one = not source.stable
+        one_by_one = not self._source.stable
         clone = one_by_one and not all(c.engine_cls.copies_before_next for c in self._channels)
-        # what it yields is nobody else's object
-        own = _yields_at_once(source)
         batch: list[tuple[str, torch.Tensor]] = []
         batch_bytes = temporary_bytes = 0
-        for index, (name, tensor) in enumerate(self._read()):
-            if index >= len(metadata):
-                raise ContractError(
-                    f"the source yielded {name!r} after its last name: metadata() declares "
-                    f"{len(metadata)} tensors",
-                    name=name,
-                )
-            meta = metadata[index]
-            if own and _as_declared(meta, name, tensor):
-                value = tensor
-            else:
-                value = self._checked(meta, name, tensor)
+        for meta, value, temporary in self._reading:
             if clone:
                 value = value.clone()
-            batch.append((name, value))
+            batch.append((meta.name, value))
             # what stays where it is, and is not digested meanwhile, may be handed on in any amount
             costs = clone or self.digests is not None or value.is_cpu
             batch_bytes += value.nbytes if costs else 0
-            if value is not tensor and value.data_ptr() != tensor.data_ptr():
-                temporary_bytes += meta.num_bytes
+            temporary_bytes += meta.num_bytes if temporary or clone else 0
             if (
                 one_by_one
                 or batch_bytes >= _BATCH_BYTES
                 or temporary_bytes >= _BATCH_TEMPORARY_BYTES
                 or len(batch) >= _BATCH_TENSORS
             ):
-                del value, tensor
+                del value
                 self._hand(batch, temporary_bytes, until_consumed=one_by_one)
                 batch, batch_bytes, temporary_bytes = [], 0, 0
-        count = index + 1 if metadata and self._at_name is not None else 0
-        if count < len(metadata):
-            raise ContractError(
-                f"the source yielded {count} tensors, metadata() declares {len(metadata)}; the first "
-                f"missing is {metadata[count].name!r}",
-                name=metadata[count].name,
-            )
         if batch:
             self._hand(batch, temporary_bytes, until_consumed=False)
         for feed in self._feeds:
             feed.close()
-
-    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The source's own iteration, timed, its errors labelled."""
-        self._in_source_since = time.monotonic()
-        try:
-            iterator = iter(self._source)
-        except Exception as error:
-            raise self._source_error(error) from error
-        while True:
-            self._in_source_since = time.monotonic()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                self._in_source_since = None
-                return
-            except Exception as error:
-                raise self._source_error(error) from error
-            finally:
-                self._in_source_since = None
-            if not isinstance(item, tuple) or len(item) != 2:
-                raise ContractError(f"the source yielded {item!r}, not a pair (name, tensor)")
-            self._at_name = str(item[0])
-            yield item
-
-    def _source_error(self, error: Exception) -> RayxferError:
-        if isinstance(error, RayxferError):
-            return error
-        where = "before its first tensor" if self._at_name is None else f"after {self._at_name!r}"
-        return TransferError(
-            f"the source raised {where}: {type(error).__name__}: {error}",
-            phase="update",
-            weight_version=self._version,
-            name=self._at_name,
-            cause=portable_cause(error),
-        )
-
-    @staticmethod
-    def _checked(meta: ParamMeta, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name != meta.name:
-            raise ContractError(
-                f"the source yielded {name!r} where metadata() declares {meta.name!r}",
-                name=meta.name,
-            )
-        if not isinstance(tensor, torch.Tensor):
-            raise ContractError(
-                f"the source yielded a {type(tensor).__name__} as {name!r}, not a tensor", name=name
-            )
-        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
-            raise ContractError(
-                f"{name!r} is a {tensor.layout} tensor on {tensor.device}: only dense tensors with data "
-                "can be sent",
-                name=name,
-            )
-        value = plain(whole(tensor))
-        if value.dtype != meta.dtype or tuple(value.shape) != meta.shape:
-            found = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-            raise ContractError(
-                f"the source yielded {name!r} as {found}, metadata() declares {meta}", name=name
-            )
-        return value
 
     def _hand(
         self, batch: list[tuple[str, torch.Tensor]], temporary_bytes: int, *, until_consumed: bool
@@ -407,6 +333,9 @@ class Stream:
         while True:
             if self._complete():
                 return None
+            if self._cancelled is not None and self._cancelled.is_set():
+                error = cancelled(self._version)
+                return self._break(Broken(error, fatal=error))
             try:
                 event = self._events.get(timeout=0.1)
             except queue.Empty:
@@ -519,7 +448,7 @@ class Stream:
         if now > self._deadline:
             error = self._timeout("sync_timeout_s", self._config.sync_timeout_s, None)
             return Broken(error, fatal=error)
-        since = self._in_source_since
+        since = self._reading.in_source_since
         if since is not None and now - since > stall:
             error = self._timeout("stall_timeout_s", stall, None)
             return Broken(error, fatal=error)
@@ -560,7 +489,7 @@ class Stream:
 
     def _timeout(self, key: str, seconds: float, rank: int | None) -> TransferTimeout:
         who = "the source" if rank is None else f"worker {rank}"
-        name = self._at_name
+        name = self._reading.at_name
         return TransferTimeout(
             f"{who} made no progress at {name!r} of version {self._version} within {key}={seconds:g}",
             phase="update",
@@ -604,21 +533,3 @@ class Stream:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
-
-
-def _yields_at_once(source: WeightSource) -> bool:
-    """Whether the iteration is our own: views of tensors that are there, made without waiting."""
-    return type(source).__iter__ is MappingSource.__iter__
-
-
-def _as_declared(meta: ParamMeta, name: str, tensor: torch.Tensor) -> bool:
-    """The usual case, found out at little cost: a plain detached tensor that needs nothing done to it."""
-    return (
-        name == meta.name
-        and type(tensor) is torch.Tensor
-        and is_memory(tensor)
-        and tensor.layout is torch.strided
-        and not tensor.requires_grad
-        and tensor.dtype == meta.dtype
-        and tensor.shape == meta.shape
-    )
