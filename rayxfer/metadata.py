@@ -176,6 +176,24 @@ def _check_shape(name: str, shape: Any, dtype: torch.dtype) -> None:
             )
 
 
+class Columns:
+    """A list of metadata by its fields: for comparing many at once."""
+
+    def __init__(self, metadata: Sequence[ParamMeta]) -> None:
+        self.names = tuple(meta.name for meta in metadata)
+        self.dtypes = [meta.dtype for meta in metadata]
+        self.shapes = [meta.shape for meta in metadata]
+        self.num_bytes = [meta.num_bytes for meta in metadata]
+
+    def fit(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these are tensors just as described, all of them, in this order."""
+        return (
+            self.names == tuple(names)
+            and self.dtypes == [tensor.dtype for tensor in tensors]
+            and self.shapes == [tensor.shape for tensor in tensors]
+        )
+
+
 def metadata_to_wire(metadata: Sequence[ParamMeta]) -> dict[str, Any]:
     """Plain lists (`names`, `dtype_names`, `shapes`, `aliases`), as requests carry them."""
     return {

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from rayxfer.background import Snapshots, Turns
 from rayxfer.channel import Calls, Channel, Link, connect
@@ -37,10 +37,10 @@ from rayxfer.errors import (
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.gpus import link_between, uuid_of
-from rayxfer.metadata import ParamMeta, metadata_digest, metadata_to_wire
+from rayxfer.metadata import Columns, ParamMeta, metadata_digest, metadata_to_wire
 from rayxfer.packing import ALIGNMENT_BYTES
 from rayxfer.report import KEEPER_RANK, SyncReport, WorkerReport, WorkerState
-from rayxfer.source import WeightSource, checked_metadata
+from rayxfer.source import MappingSource, WeightSource, checked_metadata
 from rayxfer.stream import Broken, Stream, Vote, cancelled
 from rayxfer.topology import (
     Facts,
@@ -107,8 +107,10 @@ class _Offer:
     def __init__(self, metadata: tuple[ParamMeta, ...]) -> None:
         self.metadata = metadata
         self.digest = metadata_digest(metadata)
-        self.names = tuple(meta.name for meta in metadata)
-        self.num_bytes = sum(meta.num_bytes for meta in metadata)
+        self.columns = Columns(metadata)
+        self.wire = metadata_to_wire(metadata)
+        self.num_bytes = sum(self.columns.num_bytes)
+        self.aliased = bool(self.wire["aliases"])
 
 
 @dataclass
@@ -269,6 +271,14 @@ class Sender:
 
     def _described(self, source: WeightSource) -> _Offer:
         """The source's metadata, checked, with its digest; remembered, since it rarely changes."""
+        last = None if self._last is None else self._last[1]
+        if (
+            last is not None
+            and not last.aliased
+            and _is_plain(source)
+            and source.offers(last.columns)
+        ):
+            return last
         offered = source.metadata()
         if self._last is None or self._last[0] != offered:
             metadata = checked_metadata(source, offered)
@@ -566,10 +576,8 @@ class Sender:
             for channel in self._channels
             for link in channel.links
         }
-        wire: dict[str, Any] | None = None
 
         def message(link: Link) -> dict[str, Any]:
-            nonlocal wire
             channel = self._channel_of(link)
             out = {
                 "session_id": channel.plan.session_id,
@@ -579,8 +587,7 @@ class Sender:
                 "update_info": infos[link.rank],
             }
             if link.has_metadata != call.offer.digest:
-                wire = wire if wire is not None else metadata_to_wire(call.metadata)
-                out["metadata"] = wire
+                out["metadata"] = call.offer.wire
             return out
 
         answers = self._fan_out(call, links, "prepare", message)
@@ -642,7 +649,8 @@ class Sender:
             channels=self._channels,
             source=call.source,
             metadata=call.metadata,
-            num_bytes=call.offer.num_bytes,
+            columns=call.offer.columns,
+            wire=call.offer.wire,
             config=self._config,
             base_message={**self._base, **call.ids()},
             version=call.version,
@@ -821,7 +829,7 @@ class Sender:
         ]
 
     def _report(self, call: _Call, seconds: float) -> SyncReport:
-        names = call.offer.names
+        names = call.offer.columns.names
         unchanged: tuple[str, ...] = ()
         if call.digests is not None:
             before = map(self._previous.get, names)
@@ -857,6 +865,15 @@ class Sender:
             unchanged=unchanged,
             control_calls=max((row.link.calls for row in call.rows.values()), default=0),
         )
+
+
+def _is_plain(source: WeightSource) -> TypeGuard[MappingSource]:
+    """Whether a source's metadata are what `MappingSource` makes of its tensors."""
+    return (
+        isinstance(source, MappingSource)
+        and type(source).metadata is MappingSource.metadata
+        and type(source)._unique is MappingSource._unique
+    )
 
 
 def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError | None:

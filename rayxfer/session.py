@@ -36,7 +36,13 @@ from rayxfer.errors import (
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.loader import FuseRule, ModuleLoader, OpaqueLoader, StagedLoader, WeightLoader
 from rayxfer.mapped import MappedLoader
-from rayxfer.metadata import ParamMeta, dtype_name, metadata_digest, metadata_from_wire
+from rayxfer.metadata import (
+    Columns,
+    ParamMeta,
+    dtype_name,
+    metadata_digest,
+    metadata_from_wire,
+)
 from rayxfer.report import WorkerState
 from rayxfer.source import ModuleSource, Rename, WeightSource, named_tensors
 from rayxfer.tasks import Task
@@ -135,14 +141,11 @@ class _Offer:
         return cls(digest, metadata, fields, _Columns(metadata))
 
 
-class _Columns:
+class _Columns(Columns):
     """An offer's metadata by columns: neighbours are compared in one go, not field by field."""
 
     def __init__(self, metadata: Sequence[ParamMeta]) -> None:
-        self.names = tuple(meta.name for meta in metadata)
-        self.dtypes = [meta.dtype for meta in metadata]
-        self.shapes = [meta.shape for meta in metadata]
-        self.num_bytes = [meta.num_bytes for meta in metadata]
+        super().__init__(metadata)
         self.index = {name: index for index, name in enumerate(self.names)}
 
     def run(self, weights: Sequence[tuple[str, torch.Tensor]]) -> slice | None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from rayxfer.errors import ConfigError, ContractError
-from rayxfer.metadata import ParamMeta, check_metadata
+from rayxfer.metadata import Columns, ParamMeta, check_metadata
 
 __all__ = [
     "MappingSource",
@@ -154,6 +154,20 @@ class MappingSource(WeightSource):
             ParamMeta(name, self._wire_dtype(tensor), tuple(tensor.shape), aliases)
             for name, tensor, aliases in self._unique()
         ]
+
+    def offers(self, known: Columns) -> bool:
+        """Whether `metadata()` would be these, without aliases. False may also mean that it was not
+        looked into. For sources of this class's own iteration and metadata."""
+        if self._dtype is not None:
+            return False
+        tensors = self._tensors()
+        values = list(tensors.values())
+        if not _all_apart(values):
+            return False
+        names = (
+            tensors if self._rename is None else [apply_rename(n, self._rename) for n in tensors]
+        )
+        return known.fit(list(names), values)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor, _ in self._unique():

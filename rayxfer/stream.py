@@ -27,8 +27,9 @@ from rayxfer.errors import (
     WorkerLost,
     portable_cause,
 )
+from rayxfer.factory import WeightTransferEngineFactory
 from rayxfer.feed import Feed
-from rayxfer.metadata import ParamMeta, metadata_to_wire
+from rayxfer.metadata import Columns, ParamMeta, metadata_to_wire
 from rayxfer.reading import Reading, yields_at_once
 from rayxfer.source import WeightSource
 from rayxfer.threads import gpu_of_this_thread
@@ -137,7 +138,8 @@ class Stream:
         channels: Sequence[Channel],
         source: WeightSource,
         metadata: tuple[ParamMeta, ...],
-        num_bytes: int,
+        columns: Columns,
+        wire: dict[str, Any],
         config: WeightTransferConfig,
         base_message: dict[str, Any],
         version: int,
@@ -147,6 +149,7 @@ class Stream:
         cancelled: threading.Event | None = None,
     ) -> None:
         self._cancelled = cancelled
+        self._columns, self._wire = columns, wire
         self._channels = channels
         self._source = source
         self._metadata = metadata
@@ -182,7 +185,7 @@ class Stream:
             len(channels) == 1
             and source.stable
             and yields_at_once(source)
-            and num_bytes <= _LITTLE_BYTES
+            and sum(columns.num_bytes) <= _LITTLE_BYTES
         )
         self.votes: dict[int, Vote] = {}
 
@@ -220,7 +223,9 @@ class Stream:
 
     def _send(self, index: int) -> None:
         channel, feed, push = self._channels[index], self._feeds[index], self._pushes[index]
-        wire = metadata_to_wire(self._metadata)
+        wire = self._wire
+        if channel.backend not in WeightTransferEngineFactory.built_in:
+            wire = metadata_to_wire(self._metadata)  # theirs: they may do with it what they like
         update_info = {
             "names": wire["names"],
             "dtype_names": wire["dtype_names"],
@@ -251,6 +256,11 @@ class Stream:
             )
 
     def _feed(self) -> None:
+        if self._little and (pairs := self._reading.at_once(self._columns)) is not None:
+            self._hand(pairs, 0, until_consumed=False)
+            for feed in self._feeds:
+                feed.close()
+            return
         one_by_one = not self._source.stable
         clone = one_by_one and not all(c.engine_cls.copies_before_next for c in self._channels)
         batch: list[tuple[str, torch.Tensor]] = []
