@@ -238,16 +238,17 @@ def test_a_byte_that_changes_in_the_file_is_found(monkeypatch: pytest.MonkeyPatc
         files[:] = [pick(self, num_bytes)]
         return files[0]
 
-    def flip_one(self: RingWriter, kind: int = 0) -> None:
-        files[0].bytes[100] ^= 1  # of the first bucket: written a moment ago
+    def overwrite(self: RingWriter, kind: int = 0) -> None:
+        middle = files[0].num_bytes // 2  # of the large tensor, which is used where it lies
+        files[0].bytes[middle : middle + 8] = 0x5A
         publish(self, kind)
 
     monkeypatch.setattr(Versions, "pick", seen)
-    monkeypatch.setattr(RingWriter, "publish", flip_one)
+    monkeypatch.setattr(RingWriter, "publish", overwrite)
     model, one, two = Zoo(), Zoo(1), Zoo(2)
     before = _bytes(one), _bytes(two)
     with LocalController([one, two], MAPPED) as controller:
-        with pytest.raises(TransferError, match="digest mismatch at 'turned'"):
+        with pytest.raises(TransferError, match="digest mismatch at 'large'"):
             controller.sync_weights(model)
         assert (_bytes(one), _bytes(two)) == before
 

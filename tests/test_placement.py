@@ -19,8 +19,10 @@ from rayxfer import (
     WeightTransferConfig,
     share_memory,
 )
+from rayxfer.copying import read_process
 from rayxfer.engines import frames
-from rayxfer.engines.frames import FrameReader
+from rayxfer.engines import ring as ring_module
+from rayxfer.engines.frame_reader import FrameReader
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.memfile import ForeignFile, MemoryFile, find
 from rayxfer.packing import Layout
@@ -231,3 +233,60 @@ def test_a_frame_that_points_elsewhere_is_refused(wrong: str) -> None:
         reader.receive(layout, taken.append)
     assert not taken
     ring.close()
+
+
+# ---- several workers: each copies from the sender's own memory ----------------------------------------
+
+
+def _two_processes(model: torch.nn.Module) -> tuple[list[dict[str, bytes]], dict[str, bytes]]:
+    with ProcessWorker(Zoo, 1) as one, ProcessWorker(Zoo, 2) as two:
+        config = WeightTransferConfig(backend="shm")
+        with LocalController([one, two], config) as controller:
+            for _ in range(2):
+                for worker in (one, two):
+                    worker.run(poison)
+                controller.sync_weights(model)
+            return [worker.run(_bytes) for worker in (one, two)], _bytes(model)
+
+
+def test_several_workers_copy_from_the_senders_memory(copies: list[int]) -> None:
+    found, expected = _two_processes(Zoo())
+    assert found == [expected, expected]
+    assert max(copies) < 1 << 20, "the large tensor was not copied here"
+
+
+def test_where_that_is_not_allowed_the_ring_carries_all(
+    copies: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ring_module.RingWriter, "said", lambda self, what: [0, 0])
+    found, expected = _two_processes(Zoo())
+    assert found == [expected, expected]
+    assert sum(copies) > 12 << 20
+
+
+def test_memory_that_is_not_dense_is_copied_by_the_sender_and_kept_until_it_was_read() -> None:
+    class Strided(torch.nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.parts = torch.nn.ParameterList(torch.randn(700, 900).t() for _ in range(6))
+
+    model, one, two = Strided(0), Strided(1), Strided(2)
+    with LocalController([one, two], WeightTransferConfig(backend="shm")) as controller:
+        for _ in range(3):
+            poison(one)
+            poison(two)
+            controller.sync_weights(model)
+            for receiver in (one, two):
+                assert_same_bytes(model.state_dict(), receiver.state_dict())
+
+
+def test_a_process_that_is_gone_cannot_be_read() -> None:
+    target = torch.zeros(16, dtype=torch.uint8)
+    with pytest.raises(OSError, match="process_vm_readv"):
+        read_process(1 << 22, target.data_ptr(), target.data_ptr(), 16)
+    source = torch.arange(16, dtype=torch.uint8)
+    read_process(os.getpid(), target.data_ptr(), source.data_ptr(), 16)
+    assert torch.equal(source, target)
+    with pytest.raises(OSError, match="process_vm_readv"):
+        read_process(os.getpid(), target.data_ptr(), 8, 16)

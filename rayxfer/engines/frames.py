@@ -1,10 +1,14 @@
-"""What goes through a ring: the buckets of one round, as frames. Three kinds of them:
+"""What goes through a ring: the buckets of one round, as frames. Four kinds of them:
 
 - *bytes*: the bucket itself, in the slot. One that fits a slot is one frame; a larger tensor, which
   travels alone, is cut into several.
-- *there*: where the bucket's tensors lie in a memory file of the sender's process (a placed trainer's own
-  weights, see `rayxfer.placement`; a snapshot). The readers copy them from there; nothing is staged.
-- *version*: the same, in a file that stays as it is until every reader has left it: weights to be used
+- *there*: where the tensors of one or more buckets lie in a memory file of the sender's process (a
+  placed trainer's own weights, see `rayxfer.placement`; a snapshot). The readers copy them from there,
+  with several threads where there are cores to spare; nothing is staged.
+- *direct*: the same, of tensors anywhere in the sender's memory, from where the readers may copy them
+  (process_vm_readv). One copy for each reader and none at the sender, which wins as soon as there are
+  several.
+- *version*: where they lie in a file that stays as it is until every reader has left it: weights to be used
   where they lie (see `versions.py`).
 
 Used between a sender and the workers of its host (`shm`), and wherever bytes fan out on one host.
@@ -12,39 +16,57 @@ Used between a sender and the workers of its host (`shm`), and wherever bytes fa
 
 from __future__ import annotations
 
+import os
 import struct
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from rayxfer.base import LoadWeights
 from rayxfer.copying import copy_bytes, is_memory
 from rayxfer.engines.collective import (
-    deliver,
-    deliver_alone,
     expect_end,
     fill,
     next_tensor,
 )
-from rayxfer.engines.ring import RingReader, RingWriter
-from rayxfer.errors import ContractError
-from rayxfer.memfile import ForeignFile, MemoryFile, find
+from rayxfer.engines.ring import CAN_READ, RingWriter
+from rayxfer.memfile import MemoryFile, find
 from rayxfer.packing import Bucket, Layout, Piece, as_bytes, plain
 
-__all__ = ["FrameReader", "receive_frames", "send_frames", "send_version"]
+__all__ = [
+    "BYTES",
+    "DIRECT",
+    "HEAD",
+    "KEY_BYTES",
+    "THERE",
+    "VERSION",
+    "send_frames",
+    "send_version",
+]
 
-BYTES, THERE, VERSION = range(3)
+BYTES, THERE, VERSION, DIRECT = range(4)
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_FILE = struct.Struct("<QQQQ16sQ")
-"""pid, fd, inode, file_bytes, nonce; how many offsets follow (8 bytes each), one per tensor with bytes."""
+HEAD = struct.Struct("<QQQQ16sQQ")
+"""pid, fd, inode, file_bytes, nonce; threads for a reader to copy with; how many offsets follow (8 bytes
+each), one per tensor with bytes. *direct*: addresses, and only the pid counts."""
 
-_PART_BYTES = 4 << 20
-"""A large tensor is copied in parts, so that an abort gets through and progress is seen."""
+KEY_BYTES = HEAD.size - 16
+"""What of it names the file."""
 
+_TOGETHER_BYTES = 64 << 20
+"""So much of *there* may be told with one frame: threads that copy have to meet once per frame."""
 
-# ---- the writer -------------------------------------------------------------------------------------
+_MOST_THREADS = 4
+_DIRECT_READERS = 2
+"""From so many readers on, each copies from the sender's memory: with one, a ring in the processor's
+cache is faster."""
+
+_DIRECT_BYTES = 256 << 10
+"""Mean size of a bucket's tensors from which on that is worth a system call each."""
+
+_IN_SENDER: dict[str, Any] = {"fd": 0, "inode": 0, "file_bytes": 0, "nonce": "00" * 16}
 
 
 def send_frames(
@@ -61,20 +83,73 @@ def send_frames(
     Raises:
         TransferError: the ring was aborted.
     """
+    busy = getattr(iterator, "digests", None) is not None
+    told = _Told(ring, iterator, threads_per_reader(ring.num_readers, busy=busy))
+    direct = ring.num_readers >= _DIRECT_READERS and all(ring.said(CAN_READ))
     for bucket in layout.plan.buckets:
         ahead = _Ahead(iterator)
-        if stable and bucket.num_bytes and (frame := _placed(layout, bucket, ahead)) is not None:
-            slot = ring.slot()
-            slot[: frame.numel()] = frame
-            ring.publish(THERE)
-        elif bucket.num_bytes <= ring.slot_bytes:
+        if stable and bucket.num_bytes and _placed(layout, bucket, ahead, told, direct):
+            continue
+        if bucket.num_bytes:
+            told.publish()
+        if bucket.num_bytes <= ring.slot_bytes:
             fill(layout, bucket, ahead, ring.slot() if bucket.num_bytes else _NOTHING)
             if bucket.num_bytes:
                 ring.publish()
         else:
             _send_large(ring, layout, bucket, ahead)
     expect_end(iterator)
+    told.publish()
     ring.drain()
+
+
+def threads_per_reader(readers: int, *, busy: bool) -> int:
+    """How many threads each of them may copy with, on this machine; `busy`: the sender needs one itself."""
+    cores = len(os.sched_getaffinity(0)) - busy
+    return max(1, min(_MOST_THREADS, cores // max(1, readers)))
+
+
+class _Told:
+    """Places that were not told yet: of buckets in a row, in one file or anywhere in this process."""
+
+    def __init__(self, ring: RingWriter, iterator: Any, threads: int) -> None:
+        self._ring, self._iterator, self._threads = ring, iterator, threads
+        self._about: dict[str, Any] | None = None
+        self._places = array("Q")
+        self._num_bytes = 0
+        self._tensors: list[torch.Tensor] = []
+        self._told: deque[list[torch.Tensor]] = deque(maxlen=ring.num_slots)
+
+    def add(
+        self,
+        about: dict[str, Any],
+        places: array[int],
+        num_bytes: int,
+        tensors: list[torch.Tensor],
+    ) -> None:
+        room = self._ring.slot_bytes - HEAD.size
+        full = 8 * (len(self._places) + len(places)) > room
+        # what was made for this pass alone is to be let go of soon
+        most = 0 if getattr(self._iterator, "temporary_bytes", 0) else _TOGETHER_BYTES
+        if self._about is not about or full or self._num_bytes + num_bytes > most:
+            self.publish()
+        self._about = about
+        self._places += places
+        self._num_bytes += num_bytes
+        self._tensors += tensors
+
+    def publish(self) -> None:
+        if self._about is not None:
+            frame = _frame(self._about, self._places, self._threads)
+            _tell(self._ring, frame, DIRECT if self._about is _IN_SENDER else THERE)
+            self._told.append(self._tensors)  # as many as the ring has slots: the rest was read
+        self._about, self._places, self._num_bytes = None, array("Q"), 0
+        self._tensors = []
+
+
+def _tell(ring: RingWriter, frame: torch.Tensor, kind: int) -> None:
+    ring.slot()[: frame.numel()] = frame
+    ring.publish(kind)
 
 
 class _Ahead:
@@ -109,31 +184,47 @@ class _Ahead:
         return self._pack if not self._seen else None
 
 
-def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead) -> torch.Tensor | None:
-    """The frame that says where the bucket's tensors lie, if all lie in one memory file."""
-    about: dict[str, Any] | None = None
-    offsets = array("Q")
-    for piece in bucket.pieces:
+def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: _Told, direct: bool) -> bool:
+    """Whether the readers are to copy this bucket's tensors from where they lie: all in one memory file, or
+    all large enough and `direct`."""
+    pieces = [piece for piece in bucket.pieces if piece.num_bytes]
+    direct = direct and bucket.num_bytes >= _DIRECT_BYTES * len(pieces)
+    first = ahead.peek()
+    if first is None:
+        return False
+    tensors = [first[1]]
+    for _ in bucket.pieces[1:]:
+        # not further than is of use: what was looked at is digested in a pass of its own
+        if not direct and not _in_file(tensors[-1]):
+            return False
         item = ahead.peek()
-        if item is None or item[1].nbytes != piece.num_bytes:
-            return None  # what is wrong with it is said where it is taken
-        if not piece.num_bytes:
-            continue
-        found = find(item[1].data_ptr(), piece.num_bytes) if is_memory(item[1]) else None
-        if found is None or found[0] is not (about if about is not None else found[0]):
-            return None
-        about = found[0]
-        offsets.append(found[1])
-    if about is None:
-        return None
+        if item is None:
+            return False
+        tensors.append(item[1])
+    by_piece = list(zip(bucket.pieces, tensors, strict=True))
+    if any(p.num_bytes != t.nbytes or (p.num_bytes and not is_memory(t)) for p, t in by_piece):
+        return False  # strided; or wrong, which is said where it is taken
+    found = [find(tensor.data_ptr(), tensor.nbytes) for tensor in tensors if tensor.nbytes]
+    about = found[0][0] if found[0] is not None else None
+    if about is not None and all(one is not None and one[0] is about for one in found):
+        places = array("Q", (one[1] for one in found if one is not None))
+    elif direct:
+        about, places = _IN_SENDER, array("Q", (t.data_ptr() for t in tensors if t.nbytes))
+    else:
+        return False
     for piece in bucket.pieces:
         next_tensor(ahead, layout.metadata[piece.tensor])
-    return _frame(about, offsets)
+    told.add(about, places, bucket.num_bytes, tensors)
+    return True
 
 
-def _frame(about: dict[str, Any], offsets: array[int]) -> torch.Tensor:
-    keys = ("pid", "fd", "inode", "file_bytes")
-    head = _FILE.pack(*(about[k] for k in keys), bytes.fromhex(about["nonce"]), len(offsets))
+def _in_file(tensor: torch.Tensor) -> bool:
+    return not tensor.nbytes or find(tensor.data_ptr(), tensor.nbytes) is not None
+
+
+def _frame(about: dict[str, Any], offsets: array[int], threads: int = 1) -> torch.Tensor:
+    numbers = (about[k] for k in ("fd", "inode", "file_bytes"))
+    head = HEAD.pack(os.getpid(), *numbers, bytes.fromhex(about["nonce"]), threads, len(offsets))
     return torch.frombuffer(bytearray(head + offsets.tobytes()), dtype=torch.uint8)
 
 
@@ -177,162 +268,6 @@ def send_version(
             copy(file.address + offset, flat.data_ptr(), piece.num_bytes)
             offsets.append(offset)
         if offsets:
-            frame = _frame(file.about, offsets)
-            slot = ring.slot()
-            slot[: frame.numel()] = frame
-            ring.publish(VERSION)
+            _tell(ring, _frame(file.about, offsets), VERSION)
     expect_end(iterator)
     ring.drain()
-
-
-# ---- the readers ------------------------------------------------------------------------------------
-
-
-def receive_frames(ring: RingReader, layout: Layout, load_weights: LoadWeights) -> None:
-    """Read one round of bytes from a ring that carries nothing else, and hand it over."""
-    FrameReader(ring).receive(layout, load_weights)
-
-
-class FrameReader:
-    """Reads rounds from one ring. Keeps the files that it was pointed to, and the views of them."""
-
-    def __init__(self, ring: RingReader) -> None:
-        self._ring = ring
-        self._files: dict[tuple[bytes, bool], ForeignFile] = {}
-        self._views: dict[tuple[int, int, bytes], list[tuple[str, torch.Tensor]]] = {}
-        self._layout: Layout | None = None
-
-    def receive(self, layout: Layout, load_weights: LoadWeights) -> None:
-        """Read one round and hand it over.
-
-        Raises:
-            TransferError: the ring was aborted. BackendUnavailable, ContractError: a frame points to
-                a file that cannot be opened, or past its end.
-        """
-        if layout is not self._layout:
-            self._layout = layout
-            self._views.clear()
-        fresh: set[tuple[int, int, bytes]] = set()
-        for bucket in layout.plan.buckets:
-            if not bucket.num_bytes:
-                deliver_alone(layout, bucket, None, load_weights, landed=False)
-                continue
-            slot = self._ring.slot()
-            kind = self._ring.kind
-            if kind != BYTES:
-                fresh.add(self._refer(layout, bucket, slot, kind, load_weights))
-                self._ring.release()
-            elif bucket.num_bytes <= self._ring.slot_bytes:
-                deliver(layout, bucket, slot, load_weights)
-                self._ring.release()
-            else:
-                self._receive_large(layout, bucket, load_weights)
-        # two versions take turns; what was before the last of either is of no use
-        self._drop_stale(fresh)
-
-    def _drop_stale(self, fresh: set[tuple[int, int, bytes]]) -> None:
-        used = {key[2][: _FILE.size - 8] for key in fresh}
-        files = {key[0] for key in self._files}
-        if len(files) > _KEPT_FILES and used:
-            for key in [key for key in self._files if key[0] not in used]:
-                del self._files[key]
-            kept = {key[0] for key in self._files}
-            for view in [view for view in self._views if view[2][: _FILE.size - 8] not in kept]:
-                del self._views[view]
-
-    def _refer(
-        self, layout: Layout, bucket: Bucket, slot: torch.Tensor, kind: int, load: LoadWeights
-    ) -> tuple[int, int, bytes]:
-        """A frame that says where the tensors are."""
-        head = bytes(slot[: _FILE.size].numpy())
-        *numbers, nonce, count = _FILE.unpack(head)
-        pieces = [piece for piece in bucket.pieces if piece.num_bytes]
-        if count != len(pieces):
-            raise ContractError(f"shm: a frame of {count} tensors where {len(pieces)} are due")
-        frame = bytes(slot[: _FILE.size + 8 * count].numpy())
-        file = self._file(head[:-8], numbers, nonce, private=kind == VERSION)
-        key = (kind, bucket.index, frame)
-        views = self._views.get(key)
-        if views is None:
-            offsets = iter(memoryview(frame)[_FILE.size :].cast("Q"))
-            views = []
-            for piece in bucket.pieces:
-                meta = layout.metadata[piece.tensor]
-                if not piece.num_bytes:
-                    views.append((meta.name, torch.empty(meta.shape, dtype=meta.dtype)))
-                    continue
-                start = next(offsets)
-                part = file.bytes[start : start + piece.num_bytes]
-                if part.numel() != piece.num_bytes:
-                    raise ContractError(f"shm: {meta.name!r} is said to lie past its file's end")
-                views.append((meta.name, part.view(meta.dtype).view(meta.shape)))
-            self._views[key] = views
-        keep = getattr(load, "keep", None)
-        if kind == VERSION and keep is not None:
-            hold = self._ring.hold
-            keep(views, file, lambda: hold(numbers[2]))
-        else:
-            self._copy_out(layout, bucket, views, load)
-        return key
-
-    def _file(self, head: bytes, numbers: list[int], nonce: bytes, *, private: bool) -> ForeignFile:
-        found = self._files.get((head, private))
-        if found is None:
-            pid, fd, inode, file_bytes = numbers
-            found = self._files[head, private] = ForeignFile(
-                pid=pid,
-                fd=fd,
-                inode=inode,
-                file_bytes=file_bytes,
-                nonce=nonce.hex(),
-                private=private,
-            )
-        return found
-
-    @staticmethod
-    def _copy_out(
-        layout: Layout,
-        bucket: Bucket,
-        views: list[tuple[str, torch.Tensor]],
-        load_weights: LoadWeights,
-    ) -> None:
-        if len(views) == 1 and views[0][1].nbytes > _PART_BYTES:
-            name, view = views[0]
-            target, landed = _target(load_weights, name, view.nbytes)
-            source, progress = view.data_ptr(), getattr(load_weights, "progress", None)
-            for start in range(0, view.nbytes, _PART_BYTES):
-                size = min(_PART_BYTES, view.nbytes - start)
-                copy_bytes(target.data_ptr() + start, source + start, size)
-                if progress is not None:
-                    progress(0)
-            deliver_alone(layout, bucket, target, load_weights, landed=landed)
-            return
-        if not getattr(load_weights, "copies_only", False):
-            views = [(name, view.clone()) for name, view in views]
-        load_weights(views)
-
-    def _receive_large(self, layout: Layout, bucket: Bucket, load_weights: LoadWeights) -> None:
-        ring = self._ring
-        progress = getattr(load_weights, "progress", None)
-        meta = layout.metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
-        target, landed = _target(load_weights, meta.name, bucket.num_bytes)
-        for start in range(0, bucket.num_bytes, ring.slot_bytes):
-            part = target[start : start + ring.slot_bytes]
-            slot = ring.slot()
-            copy_bytes(part.data_ptr(), slot.data_ptr(), part.numel())
-            ring.release()
-            if progress is not None:
-                progress(0)
-        deliver_alone(layout, bucket, target, load_weights, landed=landed)
-
-
-_KEPT_FILES = 2
-
-
-def _target(load_weights: LoadWeights, name: str, num_bytes: int) -> tuple[torch.Tensor, bool]:
-    """Where a large tensor is put together: its own place in the worker, or memory to give away."""
-    landing = getattr(load_weights, "landing", None)
-    place = landing(name) if landing is not None else None
-    if place is not None and place.device.type == "cpu":
-        return place, True
-    return torch.empty(num_bytes, dtype=torch.uint8), False

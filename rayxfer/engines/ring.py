@@ -17,6 +17,7 @@ import time
 
 import torch
 
+from rayxfer.copying import read_process
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
 from rayxfer.memfile import MAGIC, PAGE_BYTES, create, map_file, nonce_bytes, open_other
 
@@ -26,6 +27,9 @@ _LINE = 64  # one cache line per counter: no false sharing
 _HEAD = 2 * _LINE  # after magic + nonce, and the geometry
 _SLICE_S = 0.05
 _SPINS = 20
+HOLDS, CAN_READ = 8, 16
+"""What a reader may say, as places in its line: the file whose weights it uses; that it can read the
+writer's memory."""
 _LEFT = (1 << 64) - 1
 """A reader that has left is done with every frame there will ever be."""
 
@@ -113,6 +117,7 @@ class RingWriter:
 
     def __init__(self, *, slot_bytes: int, slots: int, readers: int, nonce: str) -> None:
         self.slot_bytes, self._slots, self._readers = slot_bytes, slots, readers
+        self.num_slots = slots
         self._start = _data_start(readers, slots)
         size = self._start + slots * slot_bytes
         self._fd = create("rayxfer-ring", size)
@@ -121,6 +126,7 @@ class RingWriter:
         memory.bytes[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         self._mapped: _Memory | None = memory
         self._nonce = nonce
+        self.num_readers = readers
         self._head = 0
         self._aborted = threading.Event()
         self.lagging: int | None = None
@@ -171,9 +177,14 @@ class RingWriter:
                 self._memory.wait_change(_tail(reader), seen, _SLICE_S)
         self.lagging = None
 
-    def held(self) -> list[int]:
-        """The last word that each reader said with `hold`; 0: none yet."""
-        return [self._memory.read(_tail(reader) + 8) for reader in range(self._readers)]
+    def said(self, what: int) -> list[int]:
+        """The last word about `what` (`HOLDS`, `CAN_READ`) from each reader; 0: none yet."""
+        return [self._memory.read(_tail(reader) + what) for reader in range(self._readers)]
+
+    @property
+    def address(self) -> int:
+        """Of the file's first byte in this process."""
+        return self._memory.bytes.data_ptr()
 
     @property
     def turn(self) -> int:
@@ -261,9 +272,19 @@ class RingReader:
         """What the next frame is, once `slot` has returned it."""
         return self._memory.read(_kind(self._readers, self._tail % self._slots))
 
-    def hold(self, word: int) -> None:
-        """A word of this reader's own, for the writer (see `RingWriter.held`)."""
-        self._memory.write(_tail(self._reader) + 8, word)
+    def say(self, what: int, word: int) -> None:
+        """A word of this reader's own, for the writer (see `RingWriter.said`)."""
+        self._memory.write(_tail(self._reader) + what, word)
+
+    def try_direct(self, pid: int, address: int) -> None:
+        """Find out whether this process may read the writer's memory, and tell it."""
+        head = torch.zeros(len(MAGIC) + 16, dtype=torch.uint8)
+        try:
+            read_process(pid, head.data_ptr(), address, head.numel())
+        except OSError:
+            return
+        if torch.equal(head, self._memory.bytes[: head.numel()]):
+            self.say(CAN_READ, 1)
 
     def release(self) -> None:
         """Done with the slot: the writer may fill it again."""

@@ -19,8 +19,9 @@ from rayxfer.base import (
     WeightTransferInitInfo,
 )
 from rayxfer.engines.collective import Layouts, TensorsUpdateInfo, merged_init_info
-from rayxfer.engines.frames import FrameReader, send_frames, send_version
-from rayxfer.engines.ring import RingReader, RingWriter
+from rayxfer.engines.frame_reader import FrameReader
+from rayxfer.engines.frames import send_frames, send_version
+from rayxfer.engines.ring import HOLDS, RingReader, RingWriter
 from rayxfer.engines.versions import Versions
 from rayxfer.errors import StateError
 from rayxfer.memfile import check_system
@@ -40,6 +41,7 @@ class ShmInitInfo(WeightTransferInitInfo):
     Attributes:
         pid, fd: opened as /proc/<pid>/fd/<fd>.
         inode, file_bytes, nonce: checked after opening.
+        address: of the ring's first byte in the sender's process.
         bucket_size_bytes: the sender's wire unit.
     """
 
@@ -48,6 +50,7 @@ class ShmInitInfo(WeightTransferInitInfo):
     inode: int
     file_bytes: int
     nonce: str
+    address: int
     bucket_size_bytes: int
 
 
@@ -86,6 +89,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
             file_bytes=init_info.file_bytes,
             nonce=init_info.nonce,
         )
+        self._ring.try_direct(init_info.pid, init_info.address)
         self._reader = FrameReader(self._ring)
 
     def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
@@ -102,6 +106,8 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     def shutdown(self) -> None:
         """Drop the mapping. Safe to call twice."""
         ring, self._ring = self._ring, None
+        if self._reader is not None:
+            self._reader.close()
         self._reader = self._layouts = None
         if ring is not None:
             ring.abort()
@@ -116,7 +122,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
         if channel.versions is None or trainer_args.get("partial") or not layout.file_bytes:
             send_frames(ring, layout, iterator, stable=bool(trainer_args.get("stable")))
             return
-        channel.versions.learn(channel.workers, ring.held())
+        channel.versions.learn(channel.workers, ring.said(HOLDS))
         send_version(ring, layout, iterator, channel.versions.pick(layout.file_bytes))
 
     @classmethod
@@ -127,7 +133,11 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
         ring = RingWriter(
             slot_bytes=slot_bytes, slots=_SLOTS, readers=len(plan.workers), nonce=plan.token
         )
-        own = {**ring.describe(), "bucket_size_bytes": plan.bucket_size_bytes}
+        own = {
+            **ring.describe(),
+            "address": ring.address,
+            "bucket_size_bytes": plan.bucket_size_bytes,
+        }
         info = {**plan.config.init_info, **own}
         versions = None
         if plan.config.load_mode == "mapped":

@@ -1,0 +1,303 @@
+"""The readers' end of a ring that carries frames: see `frames.py`."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import torch
+
+from rayxfer.base import LoadWeights
+from rayxfer.copying import copy_bytes, read_process
+from rayxfer.engines.collective import deliver, deliver_alone
+from rayxfer.engines.frames import BYTES, DIRECT, HEAD, KEY_BYTES, VERSION
+from rayxfer.engines.ring import HOLDS, RingReader
+from rayxfer.errors import ContractError
+from rayxfer.memfile import ForeignFile
+from rayxfer.packing import Bucket, Layout
+
+__all__ = ["FrameReader", "receive_frames"]
+
+_PART_BYTES = 4 << 20
+"""A large tensor is copied in parts, so that an abort gets through and progress is seen."""
+
+_LARGE_BYTES = 1 << 20
+"""From this mean size on, tensors are copied to their places here; smaller ones the loader takes by
+the bucket, which costs less than asking it for every single place."""
+
+_KEPT_FILES = 2
+
+Copy = Callable[[int, int, int], None]
+"""to, from (addresses), bytes."""
+
+
+def receive_frames(ring: RingReader, layout: Layout, load_weights: LoadWeights) -> None:
+    """Read one round of bytes from a ring that carries nothing else, and hand it over."""
+    FrameReader(ring).receive(layout, load_weights)
+
+
+class FrameReader:
+    """Reads rounds from one ring. Keeps the files that it was pointed to, and the views of them."""
+
+    def __init__(self, ring: RingReader) -> None:
+        self._ring = ring
+        self._files: dict[tuple[bytes, bool], ForeignFile] = {}
+        self._views: dict[tuple[int, bytes], list[list[tuple[str, torch.Tensor]]]] = {}
+        self._layout: Layout | None = None
+        self._pool: ThreadPoolExecutor | None = None
+
+    def close(self) -> None:
+        """End its threads."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False)
+
+    def receive(self, layout: Layout, load_weights: LoadWeights) -> None:
+        """Read one round and hand it over.
+
+        Raises:
+            TransferError: the ring was aborted. BackendUnavailable, ContractError: a frame points to
+                a file that cannot be opened, or past its end.
+        """
+        if layout is not self._layout:
+            self._layout = layout
+            self._views.clear()
+        used: set[bytes] = set()
+        buckets = iter(layout.plan.buckets)
+        for bucket in buckets:
+            if not bucket.num_bytes:
+                deliver_alone(layout, bucket, None, load_weights, landed=False)
+                continue
+            slot = self._ring.slot()
+            kind = self._ring.kind
+            if kind != BYTES:
+                used.add(self._refer(layout, bucket, buckets, slot, kind, load_weights))
+                self._ring.release()
+            elif bucket.num_bytes <= self._ring.slot_bytes:
+                deliver(layout, bucket, slot, load_weights)
+                self._ring.release()
+            else:
+                self._receive_large(layout, bucket, load_weights)
+        self._drop_stale(used)
+
+    def _drop_stale(self, used: set[bytes]) -> None:
+        """Two versions take turns; a file before those is of no use."""
+        if len(self._files) > _KEPT_FILES and used:
+            self._files = {key: file for key, file in self._files.items() if key[0] in used}
+            self._views = {
+                key: views for key, views in self._views.items() if key[1][:KEY_BYTES] in used
+            }
+
+    def _refer(
+        self,
+        layout: Layout,
+        bucket: Bucket,
+        following: Iterator[Bucket],
+        slot: torch.Tensor,
+        kind: int,
+        load: LoadWeights,
+    ) -> bytes:
+        """A frame that says where tensors are: of this bucket, and as many after it as it tells of."""
+        *numbers, nonce, threads, count = HEAD.unpack(bytes(slot[: HEAD.size].numpy()))
+        frame = bytes(slot[: HEAD.size + 8 * count].numpy())
+        places = iter(memoryview(frame)[HEAD.size :].cast("Q"))
+        told = [bucket]
+        left = count - _with_bytes(bucket)
+        while left > 0 and (more := next(following, None)) is not None:
+            told.append(more)
+            left -= _with_bytes(more)
+        if left:
+            raise ContractError(
+                f"shm: a frame of {count} tensors, which {len(told)} buckets have not"
+            )
+        if kind == DIRECT:
+            pid = numbers[0]
+            items = [_addressed(layout, one, places) for one in told]
+            self._take(items, load, threads, lambda *what: read_process(pid, *what))
+            return b""
+        file = self._file(frame[:KEY_BYTES], numbers, nonce, private=kind == VERSION)
+        key = (bucket.index, frame)
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = [_views(layout, one, file, places) for one in told]
+        keep = getattr(load, "keep", None)
+        if kind == VERSION and keep is not None:
+            say = self._ring.say
+            for some in views:
+                keep(some, file, lambda: say(HOLDS, numbers[2]))
+        elif sum(one.num_bytes for one in told) < _LARGE_BYTES * count:
+            for some in views:
+                if not getattr(load, "copies_only", False):
+                    some = [(name, view.clone()) for name, view in some]
+                load(some)
+        else:
+            items = [
+                [_Item(name, v.dtype, tuple(v.shape), v.data_ptr(), v.nbytes) for name, v in s]
+                for s in views
+            ]
+            self._take(items, load, threads, copy_bytes)
+        return frame[:KEY_BYTES]
+
+    def _file(self, head: bytes, numbers: list[int], nonce: bytes, *, private: bool) -> ForeignFile:
+        found = self._files.get((head, private))
+        if found is None:
+            pid, fd, inode, file_bytes = numbers
+            found = self._files[head, private] = ForeignFile(
+                pid=pid,
+                fd=fd,
+                inode=inode,
+                file_bytes=file_bytes,
+                nonce=nonce.hex(),
+                private=private,
+            )
+        return found
+
+    def _take(
+        self,
+        buckets: list[list[_Item]],
+        load_weights: LoadWeights,
+        threads: int,
+        copy: Copy,
+    ) -> None:
+        """Copy tensors to their own places in the worker, all at once; what has no such place is copied to
+        memory of its own and given away, bucket by bucket."""
+        landing = getattr(load_weights, "landing", None)
+        progress = getattr(load_weights, "progress", None)
+        landed: list[str] = []
+        copies: list[tuple[int, int, int]] = []
+        for bucket in buckets:
+            for item in bucket:
+                place = landing(item.name) if landing is not None and item.num_bytes else None
+                if place is not None and place.device.type == "cpu":
+                    copies.append((place.data_ptr(), item.address, item.num_bytes))
+                    landed.append(item.name)
+        self._copy(copies, threads, progress, copy)
+        for name in landed:
+            load_weights.landed(name)  # type: ignore[attr-defined]
+        done = frozenset(landed)
+        for bucket in buckets:
+            own = [
+                (item, torch.empty(item.shape, dtype=item.dtype))
+                for item in bucket
+                if item.name not in done
+            ]
+            copies = [(t.data_ptr(), item.address, item.num_bytes) for item, t in own if t.nbytes]
+            self._copy(copies, threads, progress, copy)
+            if own:
+                load_weights([(item.name, tensor) for item, tensor in own])
+
+    def _copy(
+        self,
+        copies: list[tuple[int, int, int]],
+        threads: int,
+        progress: Callable[[int], None] | None,
+        copy: Copy,
+    ) -> None:
+        """Copy (to, from, bytes), this thread taking its share."""
+        parts = [
+            (to + start, source + start, min(_PART_BYTES, size - start))
+            for to, source, size in copies
+            for start in range(0, size, _PART_BYTES)
+        ]
+        todo = deque(parts)
+        stop = threading.Event()
+
+        def work(report: Callable[[int], None] | None) -> None:
+            while not stop.is_set():
+                try:
+                    to, source, size = todo.popleft()
+                except IndexError:
+                    return
+                copy(to, source, size)
+                if report is not None:
+                    report(0)
+
+        helpers = min(threads - 1, len(parts) - 1)
+        if helpers > 0 and self._pool is None:
+            self._pool = ThreadPoolExecutor(threads - 1, thread_name_prefix="rayxfer-copy")
+        pool = self._pool
+        futures = [pool.submit(work, None) for _ in range(helpers)] if pool is not None else []
+        try:
+            work(progress)
+        except BaseException:
+            stop.set()
+            raise
+        finally:
+            wait(futures)  # nobody writes there any more once this has returned
+        for future in futures:
+            future.result(timeout=0)
+
+    def _receive_large(self, layout: Layout, bucket: Bucket, load_weights: LoadWeights) -> None:
+        ring = self._ring
+        progress = getattr(load_weights, "progress", None)
+        meta = layout.metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
+        target, landed = _target(load_weights, meta.name, bucket.num_bytes)
+        for start in range(0, bucket.num_bytes, ring.slot_bytes):
+            part = target[start : start + ring.slot_bytes]
+            slot = ring.slot()
+            copy_bytes(part.data_ptr(), slot.data_ptr(), part.numel())
+            ring.release()
+            if progress is not None:
+                progress(0)
+        deliver_alone(layout, bucket, target, load_weights, landed=landed)
+
+
+def _with_bytes(bucket: Bucket) -> int:
+    return sum(1 for piece in bucket.pieces if piece.num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A tensor somewhere: its address here, or in the sender's process."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    address: int
+    num_bytes: int
+
+
+def _here(views: list[tuple[str, torch.Tensor]]) -> list[_Item]:
+    return [
+        _Item(name, view.dtype, tuple(view.shape), view.data_ptr(), view.nbytes)
+        for name, view in views
+    ]
+
+
+def _addressed(layout: Layout, bucket: Bucket, places: Iterator[int]) -> list[_Item]:
+    items = []
+    for piece in bucket.pieces:
+        meta = layout.metadata[piece.tensor]
+        address = next(places) if piece.num_bytes else 0
+        items.append(_Item(meta.name, meta.dtype, meta.shape, address, piece.num_bytes))
+    return items
+
+
+def _views(
+    layout: Layout, bucket: Bucket, file: ForeignFile, offsets: Iterator[int]
+) -> list[tuple[str, torch.Tensor]]:
+    """The bucket's tensors, where they lie in the file."""
+    views: list[tuple[str, torch.Tensor]] = []
+    for piece in bucket.pieces:
+        meta = layout.metadata[piece.tensor]
+        if not piece.num_bytes:
+            views.append((meta.name, torch.empty(meta.shape, dtype=meta.dtype)))
+            continue
+        start = next(offsets)
+        part = file.bytes[start : start + piece.num_bytes]
+        if part.numel() != piece.num_bytes:
+            raise ContractError(f"shm: {meta.name!r} is said to lie past its file's end")
+        views.append((meta.name, part.view(meta.dtype).view(meta.shape)))
+    return views
+
+
+def _target(load_weights: LoadWeights, name: str, num_bytes: int) -> tuple[torch.Tensor, bool]:
+    """Where a large tensor is put together: its own place in the worker, or memory to give away."""
+    landing = getattr(load_weights, "landing", None)
+    place = landing(name) if landing is not None else None
+    if place is not None and place.device.type == "cpu":
+        return place, True
+    return torch.empty(num_bytes, dtype=torch.uint8), False
