@@ -327,17 +327,17 @@ class Stream:
                     # of workers that use one copy, one is enough to prove it
                     prove = self._prove_all or link is channel.prover
                     messages.append({**self._base, "wait_s": SLICE_S, "prove": prove})
-        calls = Calls(first, "update", messages)
         sending: list[_Step] = [
             ("channel", index, functools.partial(self._send, index))
             for index in range(len(self._channels))
         ]
         feeding: _Step = ("feeder", 0, self._feed)
         if self._little:
+            # first: it is soon done, and then no worker has to wait for what it sends
             self._spawn(feeding, *sending)
-        else:
-            for step in (*sending, feeding):
-                self._spawn(step)
+        calls = Calls(first, "update", messages)
+        for step in () if self._little else (*sending, feeding):
+            self._spawn(step)
         for link, future in zip(first, calls.futures(), strict=True):
             self._await(link, future)
         while True:
