@@ -252,7 +252,7 @@ def _two_processes(model: torch.nn.Module) -> tuple[list[dict[str, bytes]], dict
 def test_several_workers_copy_from_the_senders_memory(copies: list[int]) -> None:
     found, expected = _two_processes(Zoo())
     assert found == [expected, expected]
-    assert max(copies) < 1 << 20, "the large tensor was not copied here"
+    assert max(copies, default=0) < 1 << 20, "the large tensor was not copied here"
 
 
 def test_where_that_is_not_allowed_the_ring_carries_all(
@@ -261,7 +261,7 @@ def test_where_that_is_not_allowed_the_ring_carries_all(
     monkeypatch.setattr(ring_module.RingWriter, "said", lambda self, what: [0, 0])
     found, expected = _two_processes(Zoo())
     assert found == [expected, expected]
-    assert sum(copies) > 12 << 20
+    assert sum(copies) >= 12 << 20
 
 
 def test_memory_that_is_not_dense_is_copied_by_the_sender_and_kept_until_it_was_read() -> None:
