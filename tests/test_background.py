@@ -138,7 +138,7 @@ def test_the_memory_is_one_and_the_same_until_shutdown() -> None:
         with torch.no_grad():
             trainer.large.fill_(step)
         controller.sync_weights_async(trainer).wait(100)
-        assert float(worker.large[0]) == step
+        assert worker.large[0].item() == step
         assert snapshots._host is not None
         addresses.append(snapshots._host.data_ptr())
     assert len(set(addresses)) == 1
