@@ -6,6 +6,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 DRILLS_ARGS ?=
 SOAK_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -33,8 +34,8 @@ lint: $(STAMP) ## ruff, mypy and the import rules
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 
-bench: $(STAMP) ## measure syncs side by side
-	$(PY) -m benchmarks.sync
+bench: $(STAMP) ## speed and memory beside other ways, within 10 minutes (BENCH_ARGS=...)
+	$(PY) -m benchmarks.sync --all --minutes 8.5 --json benchmarks/out/sync.json --plots benchmarks/out/plots $(BENCH_ARGS)
 
 drills: $(STAMP) ## kill workers, trainers and controllers, 160 times in all (DRILLS_ARGS=...)
 	$(PY) -m benchmarks.drills $(DRILLS_ARGS)

@@ -1,7 +1,8 @@
-"""Medians, ratios, tables, and where a run took place."""
+"""What is kept of a run: medians, phases, and where it took place."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import statistics
@@ -14,17 +15,6 @@ import ray
 import torch
 
 import rayxfer
-from benchmarks.tables import table
-
-__all__ = [
-    "bulk_table",
-    "environment",
-    "fixed_table",
-    "phase_medians",
-    "phase_table",
-    "summary",
-    "table",
-]
 
 PHASES = ("begin", "connect", "prepare", "update", "finish", "commit")
 
@@ -54,9 +44,17 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "ray": ray.__version__,
+        **{name: _version(name) for name in ("numpy", "safetensors", "torchrl", "tensordict")},
         "rayxfer": rayxfer.__version__,
         "commit": _commit(),
     }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _cpu_model() -> str:
@@ -74,42 +72,7 @@ def _commit() -> str:
         return done.stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "rayxfer")
+        changed = git("status", "--porcelain", "--untracked-files=no", "rayxfer", "benchmarks")
         return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def bulk_table(results: Sequence[dict[str, Any]]) -> str:
-    peers = [r["name"] for r in results if not r["verify"]]
-    head = ["way", "verify", "median s", "min", "max", "GB/s", *(f"x {p}" for p in peers), "calls"]
-    rows = []
-    for r in results:
-        ratios = [f"{r['speed_ratio'][p]:.2f}" for p in peers]
-        calls = "" if r.get("control_calls") is None else str(r["control_calls"])
-        times = [f"{r[key]:.3f}" for key in ("median_s", "min_s", "max_s")]
-        rows.append(
-            [r["name"], r["verify"], *times, f"{r['gigabytes_per_second']:.2f}", *ratios, calls]
-        )
-    return table(head, rows)
-
-
-def phase_table(results: Sequence[dict[str, Any]]) -> str:
-    phased = [r for r in results if "phases_s" in r]
-    columns = [p for p in (*PHASES, "rest") if any(r["phases_s"][p] >= 5e-5 for r in phased)]
-    head = ["ms in phase", "verify", *columns]
-    rows = [
-        [r["name"], r["verify"], *(f"{r['phases_s'][p] * 1e3:.1f}" for p in columns)]
-        for r in phased
-    ]
-    return table(head, rows)
-
-
-def fixed_table(fixed: dict[str, Any]) -> str:
-    head = ["way", "verify", "median ms", "min", "max", "ping ms", "x ping", "calls"]
-    rows = []
-    for r in fixed["results"]:
-        times = [f"{r[key] * 1e3:.1f}" for key in ("median_s", "min_s", "max_s")]
-        ping = [f"{r['ping']['median_s'] * 1e3:.1f}", f"{r['x_ping']:.1f}"]
-        rows.append([r["name"], r["verify"], *times, *ping, str(r["control_calls"])])
-    return table(head, rows)

@@ -1,41 +1,43 @@
-"""The weights that travel, and the actors that hold them: what every contender of a run shares."""
+"""The weights that travel, and the modules and actors that hold them."""
 
 from __future__ import annotations
 
-import time
+import os
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 import torch
 
+from benchmarks.shapes import Shapes
 from rayxfer import WorkerMixin
 
 POISON = 0xA5
 _SEED = 20
-
-Shapes = tuple[int, int]
-"""Number of tensors, elements of each."""
-
-
-def shapes_of(size_bytes: int, tensors: int) -> Shapes:
-    """`tensors` bf16 tensors of equal size, together at most `size_bytes`."""
-    return tensors, max(1, size_bytes // tensors // torch.bfloat16.itemsize)
-
-
-def num_bytes(shapes: Shapes) -> int:
-    return shapes[0] * shapes[1] * torch.bfloat16.itemsize
+_BLOCK = 1 << 22
+"""Elements that are drawn; a larger tensor is made of them again and again, each time shifted."""
 
 
 def make_weights(shapes: Shapes) -> dict[str, torch.Tensor]:
-    """The trainer's state dict. The same bytes in every process; every bit pattern occurs."""
+    """The trainer's state dict. The same bytes in every process; every bit pattern occurs, and no
+    two tensors or blocks are alike."""
     generator = torch.Generator().manual_seed(_SEED)
-    tensors, elements = shapes
-    return {
-        f"layers.{index}.weight": torch.randint(
-            -(1 << 15), 1 << 15, (elements,), dtype=torch.int16, generator=generator
-        ).view(torch.bfloat16)
-        for index in range(tensors)
-    }
+    block = torch.randint(-(1 << 15), 1 << 15, (_BLOCK,), dtype=torch.int16, generator=generator)
+    weights = {}
+    for index, (name, shape) in enumerate(shapes.items()):
+        tensor = torch.empty(shape, dtype=torch.int16)
+        for part, piece in enumerate(tensor.view(-1).split(_BLOCK)):
+            torch.add(block[: piece.numel()], (index * 31 + part) % (1 << 15), out=piece)
+        weights[name] = tensor.view(torch.bfloat16)
+    return weights
+
+
+def poisoned_weights(shapes: Shapes) -> dict[str, torch.Tensor]:
+    """Every byte is POISON: to send to receivers whose weights cannot be written. Tensors of their
+    own, since views of one item would be tied weights, another kind of offer than the real one."""
+    weights = {name: torch.empty(s, dtype=torch.bfloat16) for name, s in shapes.items()}
+    poison(weights)
+    return weights
 
 
 def poison(tensors: dict[str, torch.Tensor]) -> None:
@@ -46,47 +48,62 @@ def poison(tensors: dict[str, torch.Tensor]) -> None:
 
 def as_numpy(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The bytes of each tensor, as numpy arrays over the same memory."""
-    return {name: tensor.view(torch.uint8).numpy() for name, tensor in weights.items()}
+    return {name: tensor.detach().view(torch.uint8).numpy() for name, tensor in weights.items()}
 
 
 def wrong_names(tensors: dict[str, torch.Tensor], expected: dict[str, Any]) -> list[str]:
-    """Names whose bytes differ from `as_numpy` of what they should hold."""
-    if tensors.keys() != expected.keys():
-        return sorted(tensors.keys() ^ expected.keys())
-    held = as_numpy(tensors)
-    return [name for name, array in expected.items() if not (held[name] == array).all()]
+    """Those names of `expected` (`as_numpy` of what they should hold) whose bytes differ."""
+    held = as_numpy({name: tensors[name] for name in expected.keys() & tensors.keys()})
+    return [n for n, array in expected.items() if n not in held or not (held[n] == array).all()]
 
 
-class _Layer(torch.nn.Module):
-    def __init__(self, elements: int) -> None:
-        super().__init__()
-        data = torch.empty(elements, dtype=torch.bfloat16)
-        self.weight = torch.nn.Parameter(data, requires_grad=False)
+def pieces(arrays: dict[str, Any], size_bytes: int) -> Iterator[dict[str, Any]]:
+    """`arrays` in parts of about `size_bytes`, none of them empty."""
+    piece: dict[str, Any] = {}
+    held = 0
+    for name, array in arrays.items():
+        if piece and held + array.nbytes > size_bytes:
+            yield piece
+            piece, held = {}, 0
+        piece[name] = array
+        held += array.nbytes
+    if piece:
+        yield piece
 
 
 class Model(torch.nn.Module):
-    """A module whose parameters are those of `make_weights`, poisoned (so its pages are warm)."""
+    """A module with exactly these parameters, at the end of their dotted names."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        tensors, elements = shapes
-        self.layers = torch.nn.ModuleList(_Layer(elements) for _ in range(tensors))
-        poison(dict(self.named_parameters()))
+        for name, tensor in tensors.items():
+            *path, last = name.split(".")
+            module: torch.nn.Module = self
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, torch.nn.Module())
+                module = module._modules[part]  # type: ignore[assignment]
+            module.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))
 
 
-class Worker(WorkerMixin):
-    """A receiver. A plain Ray actor: no concurrency groups, nothing tuned."""
+class Receiver:
+    """An actor with the model, and what every check needs.
 
-    def __init__(self, shapes: Shapes) -> None:
-        self.model = Model(shapes)
-        self.rayxfer_bind(self.model)
+    touch: write to the parameters (so their pages are warm), as a worker that serves has. Without
+    it they cost nothing until the first load.
+    """
 
-    def take(self, box: list[ray.ObjectRef]) -> None:
-        """What a hand-written sync does: get the state dict and copy it in."""
-        state = ray.get(box[0])
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(state[name])
+    def __init__(self, shapes: Shapes, touch: bool = True) -> None:
+        empty = {name: torch.empty(s, dtype=torch.bfloat16) for name, s in shapes.items()}
+        self.model = Model(empty)
+        if touch:
+            self.poison()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def names(self) -> set[str]:
+        return {name for name, _ in self.model.named_parameters()}
 
     def poison(self) -> None:
         poison(dict(self.model.named_parameters()))
@@ -95,20 +112,15 @@ class Worker(WorkerMixin):
         return wrong_names(dict(self.model.named_parameters()), expected)
 
 
-class StateDictSender:
-    """Sends with one `ray.put(state_dict)`. Used in the driver, or as an actor of its own."""
+class Worker(Receiver, WorkerMixin):
+    """rayxfer's receiver. A plain Ray actor with the default loader: no concurrency groups,
+    nothing tuned."""
 
-    def __init__(self, weights: dict[str, torch.Tensor] | Shapes) -> None:
-        self._weights = weights if isinstance(weights, dict) else make_weights(weights)
-
-    def send(self, workers: list[Any]) -> float:
-        """Seconds from the put until every worker holds the weights."""
-        start = time.perf_counter()
-        ref = ray.put(self._weights)
-        ray.get([worker.take.remote([ref]) for worker in workers])
-        return time.perf_counter() - start
+    def __init__(self, shapes: Shapes, touch: bool = True) -> None:
+        super().__init__(shapes, touch)
+        self.rayxfer_bind(self.model)
 
 
-def spawn_workers(count: int, shapes: Shapes) -> list[Any]:
+def spawn_workers(count: int, shapes: Shapes, touch: bool = True) -> list[Any]:
     actor_class = ray.remote(num_cpus=0)(Worker)
-    return [actor_class.remote(shapes) for _ in range(count)]
+    return [actor_class.remote(shapes, touch) for _ in range(count)]

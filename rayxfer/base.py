@@ -210,6 +210,18 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         """Extra fields of this round's `update_info`."""
         return {}
 
+    @classmethod
+    def reached(cls, channel: Any, names: Sequence[str]) -> list[str]:
+        """What a report should say of the way to each worker of a connected channel ("": nothing), in
+        the order of transport ranks; `names`: how to call them."""
+        return ["" for _ in names]
+
+    @classmethod
+    def upstream(cls, channel: Any) -> list[int]:
+        """For each worker, in the order of transport ranks, the one (from 0) that it gets its bytes
+        from, or -1: the sender. An empty list: all from the sender."""
+        return []
+
     def abort(self) -> None:
         """Make a blocked `receive_weights` or `init_transfer_engine` return or raise soon. Called
         from another thread; the engine is shut down afterwards. Default: nothing (the next

@@ -88,6 +88,7 @@ class Channel:
     Attributes:
         handle: whatever the engine's `trainer_open` made.
         dirty: something was aborted; it must be opened anew before it is used again.
+        reached: what a report says of the way to each link's worker, or "".
     """
 
     backend: str
@@ -98,6 +99,7 @@ class Channel:
     init_info: dict[str, Any]
     dirty: bool = False
     closed: bool = field(default=False, repr=False)
+    reached: list[str] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -108,6 +110,24 @@ class Channel:
     def prover(self) -> Link | None:
         """Who proves what several workers of this channel use as one copy."""
         return next((link for link in self.links if link.rank != KEEPER_RANK), None)
+
+    def nearest(self, stuck: list[Link]) -> list[Link]:
+        """Of these, those whose bytes do not come through another of them."""
+        before = self.engine_cls.upstream(self.handle)
+        if not before:
+            return stuck
+        ranks = _ranks_behind(self.links)
+        bad = {link.rank for link in stuck}
+
+        def through_bad(link: Link) -> bool:
+            at = before[ranks.index(link.rank)]
+            while at >= 0:
+                if ranks[at] in bad and ranks[at] != link.rank:
+                    return True
+                at = before[at]
+            return False
+
+        return [link for link in stuck if not through_bad(link)]
 
     def abort(self) -> None:
         self.dirty = True
@@ -201,7 +221,15 @@ def connect(
             link.signal("abort", {**base_message, "round_id": -1, "session_id": session_id})
         channel.close()
         raise
+    said = engine_cls.reached(handle, [f"worker {rank}" for rank in _ranks_behind(links)])
+    channel.reached = [said[first] for first in rank_offsets(counts)]
     return channel
+
+
+def _ranks_behind(links: list[Link]) -> list[int]:
+    """The worker behind each transport rank."""
+    counts = [link.facts.num_ranks if link.facts is not None else 1 for link in links]
+    return [link.rank for link, n in zip(links, counts, strict=True) for _ in range(n)]
 
 
 def _await_all(channel: Channel, messages: list[dict[str, Any]], deadline: float) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rayxfer.errors import ContractError
 from rayxfer.loader import ModuleLoader, Preflight
 from rayxfer.memfile import ForeignFile
 from rayxfer.source import named_tensors, tie_key
@@ -55,31 +56,17 @@ class MappedLoader(ModuleLoader):
     def _movable(self) -> list[list[torch.Tensor] | None]:
         """For each offered tensor, those of the module that are to go over to another place together (a
         tie may be several objects); None where that cannot be done."""
-        groups: dict[Any, list[torch.Tensor]] = {}
-        keys_of_storage: dict[int, set[Any]] = {}
-        for tensor in named_tensors(self._module).values():
-            key = tie_key(tensor)
-            same = groups.setdefault(key, [])
-            if not any(tensor is one for one in same):
-                same.append(tensor)
-            if tensor.device.type == "cpu":
-                keys_of_storage.setdefault(tensor.untyped_storage().data_ptr(), set()).add(key)
+        live = named_tensors(self._module)
+        groups = _tied(live)
+        sharing = _sharing(live, self._memo.get("file"))
         out: list[list[torch.Tensor] | None] = []
         for places in self._targets:
-            found: list[torch.Tensor] | None = []
-            for place in places:
-                base = place.tensor
-                alone = base.numel() == 0 or (
-                    base.device.type == "cpu"
-                    and len(keys_of_storage.get(base.untyped_storage().data_ptr(), ())) == 1
-                )
-                group = groups.get(tie_key(base))
-                if group is None or not place.plain or not alone or base.is_inference():
-                    found = None  # part of a parameter, of another dtype, in a memory with others
-                    break
-                assert found is not None
-                found += group
-            out.append(found)
+            base = places[0].tensor if len(places) == 1 else None
+            key = None if base is None else tie_key(base)
+            # not part of a parameter, of another dtype, in memory with others, or offered once for several
+            fits = base is not None and places[0].plain and not base.is_inference()
+            movable = fits and key in groups and key not in sharing and key is not None
+            out.append(groups[key] if movable else None)
         return out
 
     # ---- loading --------------------------------------------------------------------------------
@@ -98,9 +85,9 @@ class MappedLoader(ModuleLoader):
             else:
                 self._kept[index] = tensor
                 self._written.add(index)
+                self._on_live[id(file)] = (file, on_live)
         if rest:
             self.load(rest)
-        self._on_live[id(file)] = (file, on_live)
 
     def landing(self, index: int) -> torch.Tensor | None:
         self._stage_one(index)
@@ -118,11 +105,13 @@ class MappedLoader(ModuleLoader):
             self._targets[index] = self._staged_targets(self._own[index], self._live)
 
     def commit(self) -> None:
+        self._leave_files()
         super().commit()
         movable = self._memo["movable"]
         for index, tensor in self._kept.items():
             for mine in movable[index]:
                 mine.data = tensor
+        self._check_places()
         self._kept = {}
         before = self._memo.get("file")
         for file, on_live in self._on_live.values():
@@ -136,6 +125,35 @@ class MappedLoader(ModuleLoader):
                 place.locate()
         self._memo["places"] = None
         self._memo["census"].renew()
+
+    def _leave_files(self) -> None:
+        """Give memory of its own to what was mapped until now and is staged this time: the file that it
+        lies in is about to be left."""
+        if not self._stage or not self._on_live or self._memo.get("file") is None:
+            return
+        file: ForeignFile = self._memo["file"]
+        groups = _tied(named_tensors(self._module))
+        for base, _ in self._stage.values():
+            if file.holds(base):
+                own = torch.empty_like(base, requires_grad=False)
+                for mine in groups[tie_key(base)]:
+                    mine.data = own
+
+    def _check_places(self) -> None:
+        """What was proven is the file; that the module uses it is seen here.
+
+        Raises:
+            ContractError: it does not; this worker is TORN.
+        """
+        live = named_tensors(self._module)
+        for index, tensor in self._kept.items():
+            for place in self._own[index]:
+                held = live.get(place.name)
+                if held is None or held.data_ptr() != tensor.data_ptr():
+                    raise ContractError(
+                        f"{place.name!r} did not go over to the new version: it was replaced meanwhile",
+                        name=place.name,
+                    )
 
     def discard(self) -> None:
         super().discard()
@@ -154,3 +172,38 @@ class MappedLoader(ModuleLoader):
     def _held(self, live: dict[str, torch.Tensor], index: int, place: Any) -> torch.Tensor:
         kept = self._kept.get(index)
         return super()._held(live, index, place) if kept is None else kept
+
+
+def _tied(live: dict[str, torch.Tensor]) -> dict[Any, list[torch.Tensor]]:
+    """The objects that are one tensor, by `tie_key`."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in live.values():
+        same = groups.setdefault(tie_key(tensor), [])
+        if not any(tensor is one for one in same):
+            same.append(tensor)
+    return groups
+
+
+def _sharing(live: dict[str, torch.Tensor], file: ForeignFile | None) -> set[Any]:
+    """Keys of tensors whose storage holds others as well, or is not plain memory. In the mapped file every
+    tensor has its own place, though all are one storage: there it is overlaps that count."""
+    storages: dict[int, set[Any]] = {}
+    ranges: dict[Any, tuple[int, int]] = {}
+    found: set[Any] = set()
+    for tensor in live.values():
+        key = tie_key(tensor)
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
+            found.add(key)
+        elif file is not None and file.holds(tensor):
+            ranges[key] = (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        elif tensor.numel():
+            storages.setdefault(tensor.untyped_storage().data_ptr(), set()).add(key)
+    for keys in storages.values():
+        if len(keys) > 1:
+            found |= keys
+    end, last = 0, None
+    for key, (first, stop) in sorted(ranges.items(), key=lambda item: item[1]):
+        if first < end:
+            found |= {key, last}
+        end, last = max(end, stop), key
+    return found

@@ -246,6 +246,10 @@ class ForeignFile:
         self.bytes = readable(mapped)[PAGE_BYTES:]
         self.address = self.bytes.data_ptr()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this mapping."""
+        return 0 <= tensor.data_ptr() - self.address < len(self._mapped) - PAGE_BYTES
+
     def forget_writes(self) -> None:
         """Begin to let go of this process's own changes to a private file: its pages show the owner's bytes
         again. Nobody may read it until `settle` has returned."""

@@ -431,6 +431,9 @@ class Sender:
         deadline = time.monotonic() + self._config.connect_timeout_s
         for (backend, _), group in wanted.items():
             self._channels.append(self._open(call, backend, group, deadline))
+        for channel in self._channels:
+            for link, reached in zip(channel.links, channel.reached, strict=True):
+                link.reason += f"; {reached}" if reached else ""
 
     def _open(self, call: _Call, backend: str, group: list[Link], deadline: float) -> Channel:
         entry = self._entry(backend)

@@ -490,7 +490,7 @@ class Stream:
                     error = self._timeout("stall_timeout_s", stall, None)
                     return Broken(error, fatal=error)
                 least = min(self._bytes[link.rank] for link in waiting)
-                slow = [link for link in waiting if self._bytes[link.rank] == least]
+                slow = channel.nearest([x for x in waiting if self._bytes[x.rank] == least])
                 errors: dict[int, RayxferError] = {
                     link.rank: self._timeout("stall_timeout_s", stall, link.rank) for link in slow
                 }

@@ -38,7 +38,7 @@ CONTROLLER_CALLS = {"begin": 1, "commit": 1}
 COPIES = {
     # backend: of small tensors at the sender, at each worker; of large ones likewise
     "shm": ((1, 1), (1, 1)),
-    "gloo": ((1, 1), (0, 0)),
+    "gloo": ((1, 1), (0, 1)),
 }
 """Copies per byte of the model within a process, at most. What a transport does inside is not seen."""
 PLACED_SENDER_COPIES = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
+import threading
 
 import pytest
 import torch
@@ -128,6 +129,43 @@ def test_a_tie_of_two_objects_goes_over_as_one() -> None:
         assert "rayxfer-version" in _where(receiver, "a")
         assert receiver.a.data_ptr() == receiver.b.data_ptr()
         assert torch.equal(receiver.b, model.b)
+
+
+def test_one_tensor_offered_for_several_parameters_stays_several() -> None:
+    """And what was mapped before and is staged now leaves the file, which is about to be written again."""
+    receiver = torch.nn.ParameterDict({f"p{i}": torch.randn(300) for i in range(4)})
+    with LocalController([receiver], MAPPED) as controller:
+        for step in range(12):
+            if step % 3 == 1:
+                one = torch.tensor(float(step))
+                offer = {f"p{i}": one.expand(300) for i in range(4)}
+            elif step % 3 == 2:  # some of them tied
+                one = torch.randn(300)
+                offer = {f"p{i}": one if i < 2 else torch.randn(300) for i in range(4)}
+            else:
+                offer = {f"p{i}": torch.randn(300) for i in range(4)}
+            controller.sync_weights(offer)
+            assert_same_bytes(offer, dict(receiver.named_parameters()))
+            assert len({p.data_ptr() for p in receiver.values()}) == 4
+            mapped = ["rayxfer-version" in _where(receiver, f"p{i}") for i in range(4)]
+            # where none goes over to the new file, all stay where they are, with pages of their own
+            assert mapped == ([False, False, True, True] if step % 3 == 2 else [True] * 4)
+            with torch.no_grad():
+                receiver["p0"].fill_(-7)  # its own
+            assert receiver["p1"][0] != -7
+
+
+def test_a_parameter_that_is_replaced_before_the_commit_is_noticed() -> None:
+    model, receiver = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    replaced = torch.nn.Parameter(torch.zeros(8, 8))
+
+    def pause(_: str) -> None:  # between the vote and the commit
+        receiver.weight = replaced
+
+    with LocalController([Binding(receiver, pause=pause)], MAPPED) as controller:
+        with pytest.raises(PartialUpdate, match="did not go over"):
+            controller.sync_weights(model)
+        assert str(controller.status().workers[0].state) == "TORN"
 
 
 def test_a_part_of_the_model_is_staged_and_the_next_whole_is_mapped() -> None:
@@ -314,7 +352,15 @@ def test_descriptors_do_not_grow() -> None:
     with LocalController([receiver], MAPPED) as controller:
         for _ in range(3):
             controller.sync_weights(model)
-        before = len(os.listdir("/proc/self/fd"))
+        before = _descriptors()
         for _ in range(10):
             controller.sync_weights(model)
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert _descriptors() == before
+
+
+def _descriptors() -> int:
+    """Of this process, once what a round leaves to the background is done: it reads a file of /proc."""
+    for thread in threading.enumerate():
+        if thread.name == "rayxfer-forget":
+            thread.join(60)
+    return len(os.listdir("/proc/self/fd"))

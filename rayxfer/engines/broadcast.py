@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,6 +21,7 @@ from rayxfer.base import (
     WeightTransferInitInfo,
 )
 from rayxfer.engines.collective import (
+    IN_FLIGHT,
     Group,
     Layouts,
     Staging,
@@ -31,6 +32,7 @@ from rayxfer.engines.collective import (
 )
 from rayxfer.engines.rendezvous import Rendezvous, RendezvousStore
 from rayxfer.errors import ConfigError, StateError, TransferError
+from rayxfer.packing import Layout
 from rayxfer.topology import routable_address, same_host
 
 __all__ = ["BroadcastEngine", "BroadcastInitInfo", "Member"]
@@ -76,6 +78,8 @@ class Member:
         device: UUID of its GPU, or "".
         timeout_s: left for the connect.
         gave_up: set when the connect was aborted.
+        init_info: what a worker was told; None at the sender.
+        plan: what the sender knows; None at a worker.
     """
 
     store: RendezvousStore
@@ -85,10 +89,13 @@ class Member:
     device: str
     timeout_s: float
     gave_up: threading.Event
+    init_info: BroadcastInitInfo | None = None
+    plan: SessionPlan | None = None
 
 
 @dataclass
 class _Channel:
+    engine_cls: type[BroadcastEngine]
     rendezvous: Rendezvous
     plan: SessionPlan
     layouts: Layouts
@@ -105,6 +112,8 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
     init_info_cls = BroadcastInitInfo
     update_info_cls = TensorsUpdateInfo
     copies_before_next = True
+    buffers: ClassVar[int] = IN_FLIGHT
+    """Staging buffers at either end, of a unit each."""
 
     _group: Group | None = None
     _store: RendezvousStore | None = None
@@ -136,6 +145,33 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         """GPU UUIDs of the sender and of each worker; "" where none is meant."""
         return "", ["" for _ in plan.workers]
 
+    @classmethod
+    def _places(cls, plan: SessionPlan) -> list[dict[str, Any]]:
+        """Further fields of each worker's init info."""
+        return [{} for _ in plan.workers]
+
+    @classmethod
+    def _unit_bytes(cls, bucket_size_bytes: int) -> int:
+        """How much is packed together, of a bucket's size."""
+        return bucket_size_bytes
+
+    def _receive(self, group: Any, staging: Staging, layout: Layout, load: LoadWeights) -> None:
+        receive_buckets(group, staging, layout, self._bucket_size_bytes, load)
+
+    @classmethod
+    def _send(
+        cls,
+        group: Any,
+        staging: Staging,
+        iterator: Iterator[tuple[str, torch.Tensor]],
+        layout: Layout,
+        plan: SessionPlan,
+        *,
+        stable: bool,
+    ) -> None:
+        """`stable`: yielded tensors keep memory and values until this returns."""
+        send_buckets(group, staging, iterator, layout, plan.bucket_size_bytes)
+
     # ---- the worker ----------------------------------------------------------------------------
 
     def init_transfer_engine(self, init_info: BroadcastInitInfo) -> None:
@@ -146,8 +182,8 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         self._store = RendezvousStore(
             (init_info.master_address, init_info.master_port), init_info.token, init_info.timeout_s
         )
-        self._layouts = Layouts(init_info.bucket_size_bytes)
         self._bucket_size_bytes = init_info.bucket_size_bytes
+        self._layouts = Layouts(self._unit_bytes(self._bucket_size_bytes))
         self._check_aborted()
         self._group = self._make_group(
             Member(
@@ -158,9 +194,10 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
                 init_info.device,
                 init_info.timeout_s,
                 self._gave_up,
+                init_info=init_info,
             )
         )
-        self._staging = Staging(self._group.device)
+        self._staging = Staging(self._group.device, self.buffers)
 
     def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive one round. Raises TransferError when a peer is lost or the round is aborted; what
@@ -170,13 +207,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
             self.check_available()
             name = type(self).__name__
             raise StateError(f"{name}: receive_weights before init_transfer_engine")
-        receive_buckets(
-            self._group,
-            staging,
-            layouts.get(update_info),
-            self._bucket_size_bytes,
-            load_weights,
-        )
+        self._receive(self._group, staging, layouts.get(update_info), load_weights)
 
     def _check_aborted(self) -> None:
         if self._gave_up.is_set():
@@ -210,12 +241,13 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         channel: _Channel | None = trainer_args.get("channel")
         if channel is None or channel.group is None or channel.staging is None:
             raise StateError("trainer_send_weights before the channel was connected")
-        send_buckets(
+        channel.engine_cls._send(
             channel.group,
             channel.staging,
             iterator,
             channel.layouts.get(trainer_args["update_info"]),
-            channel.plan.bucket_size_bytes,
+            channel.plan,
+            stable=bool(trainer_args.get("stable", False)),
         )
 
     @classmethod
@@ -241,8 +273,10 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
             rendezvous.close()
             raise
         device, devices = cls._devices(plan)
-        channel = _Channel(rendezvous, plan, Layouts(plan.bucket_size_bytes), device)
-        return channel, [{**info, "device": device} for device in devices]
+        layouts = Layouts(cls._unit_bytes(plan.bucket_size_bytes))
+        channel = _Channel(cls, rendezvous, plan, layouts, device)
+        places = zip(devices, cls._places(plan), strict=True)
+        return channel, [{**info, **place, "device": device} for device, place in places]
 
     @classmethod
     def trainer_connect(cls, channel: _Channel, timeout_s: float) -> None:
@@ -251,9 +285,11 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         host = channel.rendezvous.address[0]
         world_size = 1 + len(plan.workers)
         group = cls._make_group(
-            Member(store, 0, world_size, host, channel.device, timeout_s, channel.gave_up)
+            Member(
+                store, 0, world_size, host, channel.device, timeout_s, channel.gave_up, plan=plan
+            )
         )
-        channel.staging, channel.group = Staging(group.device), group
+        channel.staging, channel.group = Staging(group.device, cls.buffers), group
         if channel.closed:  # given up meanwhile: nobody else will close it
             group.close()
 

@@ -31,6 +31,7 @@ __all__ = [
     "deliver_alone",
     "expect_end",
     "fill",
+    "landing_of",
     "merged_init_info",
     "next_tensor",
     "receive_buckets",
@@ -75,6 +76,9 @@ class Group(ABC):
 
     def drain(self) -> None:  # noqa: B027 - nothing is left to wait for where work is synchronous
         """Return when all that the current stream has queued is done; raise as `wait`."""
+
+    def settle(self) -> None:  # noqa: B027 - as above
+        """After `abort`: return once no operation writes to its buffer any more."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -150,14 +154,17 @@ def merged_init_info(own: dict[str, Any], extra: Mapping[str, Any]) -> dict[str,
 
 
 class Staging:
-    """Two buffers that live as long as the channel, so that a steady state allocates nothing."""
+    """Buffers that live as long as the channel, so that a steady state allocates nothing."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, count: int = IN_FLIGHT) -> None:
         self._device = device
-        self._buffers: list[torch.Tensor | None] = [None] * IN_FLIGHT
+        self._buffers: list[torch.Tensor | None] = [None] * count
+
+    def __len__(self) -> int:
+        return len(self._buffers)
 
     def get(self, turn: int, num_bytes: int) -> torch.Tensor:
-        slot = turn % IN_FLIGHT
+        slot = turn % len(self._buffers)
         buffer = self._buffers[slot]
         if buffer is None or buffer.numel() < num_bytes:
             buffer = self._buffers[slot] = _new_buffer(num_bytes, self._device)
@@ -265,7 +272,7 @@ def receive_buckets(
     load_weights: LoadWeights,
 ) -> None:
     """Worker: receive every bucket and hand over its tensors, the next one already on its way."""
-    metadata, buckets = layout.metadata, layout.plan.buckets
+    buckets = layout.plan.buckets
     started: list[tuple[Bucket, torch.Tensor | None, Any, bool]] = []
     turn = 0
 
@@ -277,8 +284,7 @@ def receive_buckets(
         large = bucket.num_bytes > bucket_size_bytes
         landing = None
         if large:
-            meta = metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
-            landing = _landing(load_weights, meta, group.device)
+            landing = landing_of(load_weights, layout, bucket, group.device)
             buffer = (
                 landing
                 if landing is not None
@@ -309,11 +315,17 @@ def receive_buckets(
     group.drain()
 
 
-def _landing(
-    load_weights: LoadWeights, meta: ParamMeta, device: torch.device
+def landing_of(
+    load_weights: LoadWeights, layout: Layout, bucket: Bucket, device: torch.device
 ) -> torch.Tensor | None:
+    """Where the loader wants the bytes of the one tensor of this bucket that has any (flat uint8), if it
+    has such a place on this device."""
     find = getattr(load_weights, "landing", None)
-    place = find(meta.name) if find is not None else None
+    if find is None:
+        return None
+    place: torch.Tensor | None = find(
+        layout.metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)].name
+    )
     return place if place is not None and place.device == device else None
 
 

@@ -149,9 +149,10 @@ class RingWriter:
             "nonce": self._nonce,
         }
 
-    def slot(self) -> torch.Tensor:
-        """The next slot to fill (flat uint8), once every reader is done with it."""
-        need = self._head + 1 - self._slots
+    def slot(self, ahead: int = 0) -> torch.Tensor:
+        """The next slot to fill (flat uint8), once every reader is done with it; or the one `ahead` of
+        it, while those before are not published yet."""
+        need = self._head + 1 + ahead - self._slots
         for reader in range(self._readers):
             while (seen := self._memory.read(_tail(reader))) < need:
                 self.lagging = reader
@@ -159,7 +160,7 @@ class RingWriter:
                 self._memory.wait_change(_tail(reader), seen, _SLICE_S)
         self._check()
         self.lagging = None
-        start = self._start + (self._head % self._slots) * self.slot_bytes
+        start = self._start + ((self._head + ahead) % self._slots) * self.slot_bytes
         return self._memory.bytes[start : start + self.slot_bytes]
 
     def publish(self, kind: int = 0) -> None:

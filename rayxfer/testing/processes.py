@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import pickle  # between our own processes; not multiprocessing's, which shares tensors in files
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -108,6 +109,9 @@ class ProcessWorker(WorkerClient):
     def close(self) -> None:
         """End the process. Safe to call twice."""
         with contextlib.suppress(OSError):
+            # shut down, not closed alone: a thread reads it, and the other end would not be told
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
             self._connection.close()
         self._process.join(5.0)
         if self._process.is_alive():

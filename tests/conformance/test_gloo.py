@@ -14,6 +14,7 @@ import torch
 from rayxfer import TransferError, WeightTransferConfig, WeightTransferEngineFactory
 from rayxfer.engines.broadcast import BroadcastInitInfo
 from rayxfer.engines.gloo import GlooEngine, GlooGroup
+from rayxfer.engines.rendezvous import Rendezvous, RendezvousStore
 from rayxfer.session import Binding, WorkerSession
 from rayxfer.testing import LocalController
 
@@ -52,6 +53,40 @@ def test_a_broadcast_that_failed_has_lost_a_peer() -> None:
     with pytest.raises(TransferError, match="lost a peer: Connection closed"):
         _group().wait(work)
     assert work.waits == 2
+
+
+def test_after_an_abort_nothing_arrives_any_more() -> None:
+    """Though the peer goes on sending: what was to land in a model must not land in its next version."""
+    server = Rendezvous("127.0.0.1", "00" * 16)
+    ends: dict[int, GlooGroup] = {}
+
+    def join(rank: int) -> None:
+        store = RendezvousStore(server if rank == 0 else server.address, "00" * 16, 30.0)
+        ends[rank] = GlooGroup(store, rank, 2, "127.0.0.1", 30.0)
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    places = [torch.zeros(32 << 20, dtype=torch.uint8) for _ in range(3)]
+    works = [ends[1].start(place) for place in places]
+    sent = torch.ones(32 << 20, dtype=torch.uint8)
+    for _ in places:
+        ends[0].start(sent)
+    ends[1].wait(works[0])
+    ends[1].abort()
+    ends[1].settle()
+    before = [int(place.sum()) for place in places]
+    time.sleep(0.2)
+    after = [int(place.sum()) for place in places]
+    works.clear()
+    for end in ends.values():
+        end.abort()
+        end.close()
+    server.close()
+    assert after == before
+    assert before[0] == 32 << 20
 
 
 class _Stuck(GlooEngine):
