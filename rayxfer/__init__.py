@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rayxfer.background import SyncHandle
     from rayxfer.base import (
         WeightTransferEngine,
         WeightTransferInitInfo,
@@ -59,6 +60,7 @@ __all__ = [
     "RayxferError",
     "StateError",
     "Status",
+    "SyncHandle",
     "SyncReport",
     "TransferError",
     "TransferTimeout",
@@ -80,6 +82,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "background": ("SyncHandle",),
     "base": (
         "WeightTransferEngine",
         "WeightTransferInitInfo",

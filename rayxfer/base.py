@@ -8,10 +8,11 @@ else in this file is optional and has a default that works.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -239,7 +240,7 @@ def _parse(engine: object, cls: type[_TInfo], data: Any, what: str) -> _TInfo:
             f"Invalid {what} for {owner}: expected a dict with string keys, got {type(data).__name__}"
         )
     if dataclasses.is_dataclass(cls):
-        known = inspect.signature(cls).parameters  # fields, and InitVars, which are none
+        known = _parameters(cls)  # fields, and InitVars, which are none
         unknown = [key for key in data if key not in known]
         missing = [n for n, p in known.items() if n not in data and p.default is p.empty]
         if unknown or missing:
@@ -258,3 +259,8 @@ def _parse(engine: object, cls: type[_TInfo], data: Any, what: str) -> _TInfo:
         return cls(**data)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"Invalid {what} for {owner}: {error}", cause=error) from error
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(cls: type[Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(cls).parameters

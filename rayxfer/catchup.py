@@ -70,8 +70,11 @@ class _OneRound:
     def renew(self, claim: dict[str, Any]) -> None:
         """Nothing to do: the controller waits for this very call."""
 
-    def commit(self, claim: dict[str, Any]) -> None:
+    def commit(
+        self, claim: dict[str, Any], rows: list[dict[str, Any]], message: dict[str, Any]
+    ) -> dict[str, Any]:
         """Nothing to record: the version was committed before."""
+        return {"answers": {}, "settled": False}
 
     def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """Nothing to settle: the controller asks the newcomer itself."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rayxfer.base import SessionPlan, WeightTransferEngine
-from rayxfer.client import SLICE_S, WorkerClient, lost_process, outcome, spawn
+from rayxfer.client import SLICE_S, WorkerClient, lost_process, outcome, spawn, start_all
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
     BackendUnavailable,
@@ -27,7 +27,10 @@ from rayxfer.metadata import ParamMeta
 from rayxfer.report import KEEPER_RANK
 from rayxfer.topology import Facts, process_gone, rank_offsets
 
-__all__ = ["Channel", "Link", "connect"]
+__all__ = ["Calls", "Channel", "Link", "connect"]
+
+_TOGETHER_S = 0.1
+"""How long to wait for several answers at once before each has a future of its own."""
 
 
 @dataclass
@@ -63,6 +66,19 @@ class Link:
     def signal(self, op: str, message: dict[str, Any]) -> Future[dict[str, Any]]:
         self.calls += 1
         return self.client.signal(op, message)
+
+
+class Calls:
+    """The same operation on several links, sent off at once."""
+
+    def __init__(self, links: Sequence[Link], op: str, messages: Sequence[dict[str, Any]]) -> None:
+        for link in links:
+            link.calls += 1
+        self._gather = start_all([link.client for link in links], op, messages)
+
+    def futures(self) -> list[Future[dict[str, Any]]]:
+        """One per link, in order. Where answers come soon, these are there already. Ask once."""
+        return self._gather(_TOGETHER_S)
 
 
 @dataclass

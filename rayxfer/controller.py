@@ -14,7 +14,10 @@ from typing import Any
 
 import cloudpickle
 import ray
+import torch
 
+from rayxfer import background
+from rayxfer.background import SyncHandle
 from rayxfer.client import client_for, is_lost, mapped_error, spawn
 from rayxfer.config import WeightTransferConfig
 from rayxfer.controller_actor import NAMESPACE, controller_actor_class
@@ -120,9 +123,12 @@ class _Remote:
     def renew(self, claim: dict[str, Any]) -> None:
         self.call("renew", claim, timeout_s=5.0)
 
-    def commit(self, claim: dict[str, Any]) -> None:
-        self.call("commit", claim)
+    def commit(
+        self, claim: dict[str, Any], rows: list[dict[str, Any]], message: dict[str, Any]
+    ) -> dict[str, Any]:
+        answer: dict[str, Any] = self.call("commit", claim, rows, message)
         self._memory.see(version=claim["version"])
+        return answer
 
     def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         self.call("settle", claim, rows)
@@ -139,13 +145,13 @@ _senders_lock = threading.Lock()
 
 def _unpin_the_dead() -> None:
     for key, sender in list(_pinned.items()):
-        if sender.lock.acquire(blocking=False):
+        if sender.turns.try_take():
             try:
                 if sender.orphaned():
                     _pinned.pop(key, None)
                     sender.close()
             finally:
-                sender.lock.release()
+                sender.turns.give_back()
 
 
 class Controller:
@@ -348,7 +354,8 @@ class Controller:
         Raises:
             ContractError: the offer does not fit (from preflight: nothing has changed), or the
                 source yields other than it declared (in-place workers that had begun are TORN).
-            ControllerBusy, StateError, ControllerClosed: nothing has changed.
+            ControllerBusy, StateError, ControllerClosed: nothing has changed. (One of this process's own
+                that goes on in the background is waited for.)
             PartialUpdate: committed, but not by every worker (on_worker_failure="raise").
             TransferError, TransferTimeout: no worker took it; nothing was committed. Whoever had
                 begun to load in place is TORN; the next sync repairs it.
@@ -361,20 +368,70 @@ class Controller:
 
         def run() -> SyncReport:
             sender = self._sender()
-            if not sender.lock.acquire(blocking=False):
-                raise ControllerBusy(
-                    f"controller {self._name!r} is busy with another sync of this process"
-                )
+            sender.turns.take(
+                background=False,
+                timeout_s=self._config.sync_timeout_s,
+                who=f"controller {self._name!r}",
+            )
             try:
                 return sender.sync(source, version=version, partial=partial)
             finally:
-                sender.lock.release()
+                sender.turns.give_back()
 
         if not _in_event_loop():
             return run()
         # no deadline: run() has its own, as in any other thread
         report: SyncReport = spawn(run, "rayxfer-sync").result()
         return report
+
+    def sync_weights_async(
+        self, model: Any, *, version: int | None = None, partial: bool = False
+    ) -> SyncHandle:
+        """As `sync_weights`, but the trainer goes on as soon as its weights were copied.
+
+        Returns when `model` is free to be changed: after one copy of it, on the device where it is (on
+        the CPU: in memory that `shm` workers read). That memory is kept for the next time, and freed by
+        `shutdown`. The workers get the copy behind the trainer, which a retry reads as well. In an event
+        loop the call holds up the loop for that copy; what it returns can be awaited.
+
+        One sync of a process goes on at a time: the next one, of either kind, first waits for the end of
+        this one, for sync_timeout_s at most. So a loop may call it at every step. Other processes get
+        ControllerBusy meanwhile. `shutdown` lets it end within stall_timeout_s, else calls it off.
+
+        Args:
+            model: a module, a mapping or a source; no trainer actors, which call it themselves.
+            version, partial: as in `sync_weights`.
+
+        Returns:
+            a handle: `wait()`, or await it, for the report, and for what `sync_weights` raises once the
+            round has begun. An error that nobody looks at is logged.
+
+        Raises:
+            ConfigError, ContractError: what is offered is no source, or its metadata or its tensors are
+                bad. TransferError: the source raised, or there is no room for the copy.
+            ControllerBusy: another thread is in a sync of its own. In each case nothing was begun.
+        """
+        if _trainer_handles(model):
+            raise ConfigError(
+                "sync_weights_async got trainer actors: the copy is made where the weights are, so call it "
+                "in the trainer (a Controller can be sent there)"
+            )
+        source = as_source(model)
+        _check_local(model, source, None)
+        # the first use may have to ask Ray something, which is not to be done in an event loop
+        sender: Sender = (
+            spawn(self._sender, "rayxfer-sender").result(timeout=self._config.connect_timeout_s)
+            if _in_event_loop()
+            else self._sender()
+        )
+        return background.start(
+            sender,
+            source,
+            version=version,
+            partial=partial,
+            timeout_s=self._config.sync_timeout_s,
+            who=f"controller {self._name!r}",
+        )
 
     def _sync_trainers(self, handles: list[Any], version: int | None, partial: bool) -> SyncReport:
         refs = [h.sync_weights.remote(self, version=version, partial=partial) for h in handles]
@@ -455,6 +512,7 @@ class Controller:
             _pinned.pop(key, None)
             self._own = None
         if sender is not None:
+            background.end(sender, self._config.stall_timeout_s, 2 * self._config.stall_timeout_s)
             sender.close()
         if not ray.is_initialized():
             return
@@ -512,7 +570,10 @@ def _check_local(model: Any, source: WeightSource, trainer_group: Any) -> None:
         tensors = (
             named_tensors(model).values() if hasattr(model, "named_parameters") else model.values()
         )
-        collective = any(is_sharded(t) and num_shards(t) > 1 for t in tensors)
+        usual = (torch.Tensor, torch.nn.Parameter)
+        collective = any(
+            is_sharded(t) and num_shards(t) > 1 for t in tensors if type(t) not in usual
+        )
     if collective:
         raise ConfigError(
             "a sync over several trainer ranks (DTensors, held_names() or trainer_group) is not built "

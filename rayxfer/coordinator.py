@@ -16,7 +16,7 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayxfer.client import SLICE_S, WorkerClient, client_for, outcome
+from rayxfer.client import SLICE_S, WorkerClient, client_for, outcome, start_all
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
     ConfigError,
@@ -33,6 +33,7 @@ from rayxfer.topology import Facts, process_gone
 
 __all__ = ["Coordinator", "RosterNeeded"]
 
+_TELL_S = 0.1
 _REJOIN_TIMEOUT_S = 2.0
 """How long a round's begin looks for workers that were lost before."""
 
@@ -106,6 +107,7 @@ class Coordinator:
         self._version = 0
         self._next_round = 1
         self._open: _Open | None = None
+        self._settled_round = -1
         self._recovered = False
         self._unsure = False
         self._closed = False
@@ -567,20 +569,74 @@ class Coordinator:
         with self._lock:
             self._current(claim).renewed = time.monotonic()
 
-    def commit(self, claim: dict[str, Any]) -> None:
+    def commit(
+        self,
+        claim: dict[str, Any],
+        rows: list[dict[str, Any]] | None = None,
+        message: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """The commit point: from here on the round's version is the fleet's. Safe to repeat.
+
+        With `rows` (as `settle` takes them, for the case that all goes well) and `message` it also
+        tells the workers, and settles the round if all of them say at once that they are ready: three
+        steps of the trainer in one.
+
+        Returns:
+            `answers`: rank → what that worker said, or its error; who is slow is not in there.
+            `settled`: nothing is left to do.
 
         Raises:
             StateError: the round is not open (any more), so nothing may be committed.
         """
         with self._lock:
-            opened = self._current(claim)
+            self._check_known()
+            done: dict[str, Any] = {"answers": {}, "settled": False}
+            # those that are to commit; others may be READY too, with the version that they had
+            ranks = [row["rank"] for row in rows or () if row["version"] == claim["version"]]
+            if claim["round_id"] == self._settled_round:  # the reply to this very call was lost
+                return {"answers": {rank: {"done": True} for rank in ranks}, "settled": True}
+            opened = self._current(claim) if not self._was_committed(claim) else self._reopen(claim)
             if claim["version"] != opened.version:
                 raise StateError(
                     f"round {opened.round_id} is about version {opened.version}, not "
                     f"{claim['version']}"
                 )
             self._version, opened.committed = opened.version, True
+            if rows is None or message is None:
+                return done
+            answers = done["answers"] = self._tell(ranks, message)
+            said = [answers.get(rank) for rank in ranks]
+            if all(isinstance(one, dict) and one.get("done") for one in said):
+                self.settle(claim, rows)
+                self._settled_round, done["settled"] = claim["round_id"], True
+            return done
+
+    def _tell(
+        self, ranks: list[int], message: dict[str, Any]
+    ) -> dict[int, dict[str, Any] | RayxferError]:
+        """Have the workers of a committed round go on. Whoever takes longer than a moment is the
+        trainer's to wait for."""
+        members = {rank: self._members[rank] for rank in ranks if rank in self._members}
+        message = {**message, "wait_s": _TELL_S}
+        clients = [member.client for member in members.values()]
+        futures = start_all(clients, "commit", [message] * len(clients))(_TELL_S)
+        wait_futures(futures, timeout=_TELL_S)
+        return {
+            rank: outcome(future, rank)
+            for rank, future in zip(members, futures, strict=True)
+            if future.done()
+        }
+
+    def _was_committed(self, claim: dict[str, Any]) -> bool:
+        """Whether a controller that was restarted since had committed this very round: its version is
+        the fleet's, and no round came after it."""
+        return (
+            self._open is None
+            and self._recovered
+            and claim["version"] == self._version
+            and claim["round_id"] == self._next_round - 1
+            and not self._closed
+        )
 
     def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         """The round is over: what became of each worker."""
@@ -608,18 +664,21 @@ class Coordinator:
             return opened
         adoptable = opened is None and self._recovered and claim["version"] > self._version
         if adoptable and claim["round_id"] >= self._next_round - 1 and not self._closed:
-            # granted before this controller was restarted: the trainer goes on with it
-            self._open = _Open(
-                claim["round_id"],
-                claim["version"],
-                time.monotonic(),
-                Facts.from_wire(claim["process"]),
-            )
-            self._next_round = max(self._next_round, claim["round_id"] + 1)
-            return self._open
+            return self._reopen(claim)
         raise StateError(
             f"round {claim['round_id']} is over: another trainer or the controller ended it"
         )
+
+    def _reopen(self, claim: dict[str, Any]) -> _Open:
+        """A round that was granted before this controller was restarted: the trainer goes on with it."""
+        self._open = _Open(
+            claim["round_id"],
+            claim["version"],
+            time.monotonic(),
+            Facts.from_wire(claim["process"]),
+        )
+        self._next_round = max(self._next_round, claim["round_id"] + 1)
+        return self._open
 
     def _check_known(self, seen_version: int = 0) -> None:
         if (self._unsure or seen_version > self._version) and not self._closed:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Hasher", "copy_all", "copy_bits", "copy_bytes", "is_memory"]
+__all__ = ["Hasher", "copy_all", "copy_bits", "copy_bytes", "copy_many", "is_memory"]
 
 PIECE_BYTES = 512 << 10
 _Piece = ctypes.c_char * PIECE_BYTES
@@ -81,12 +81,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is exactly its dense bytes, on the host."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 class Hasher:
@@ -124,3 +119,20 @@ def copy_bytes(target: int, source: int, num_bytes: int, hasher: Hasher | None =
     if rest := num_bytes - whole:
         hasher.update(source + whole, rest)
         move(target + whole, source + whole, rest)
+
+
+def copy_many(
+    targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], digests: list[int] | None
+) -> None:
+    """`copy_bytes` for many small memories; appends the digest of each source to `digests`."""
+    move = ctypes.memmove
+    if digests is None:
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            move(target, source, size)
+        return
+    import xxhash
+
+    xxh3, char = xxhash.xxh3_64_intdigest, ctypes.c_char
+    for target, source, size in zip(targets, sources, sizes, strict=True):
+        digests.append(xxh3((char * size).from_address(source) if size else b""))
+        move(target, source, size)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 
 import torch
 
-from rayxfer.copying import Hasher, copy_bytes
+from rayxfer.copying import PIECE_BYTES, Hasher, copy_bytes, copy_many, is_memory
 from rayxfer.digest import digest
 from rayxfer.errors import RayxferError
+from rayxfer.packing import Piece
 
 __all__ = ["Feed"]
 
@@ -44,7 +45,8 @@ class Feed:
         self._hasher: Hasher | None = None
         self._changed = threading.Condition()
         self._batches: deque[tuple[Batch, int]] = deque()
-        self._local: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._local: Batch = []
+        self._at = 0
         self._closed = False
         self._finished = False
         self._error: RayxferError | None = None
@@ -53,10 +55,10 @@ class Feed:
         self.handed = 0
         self.temporary_bytes = 0
 
-    def put(self, batch: Batch, temporary_bytes: int = 0) -> None:
-        """Hand over a batch once there is room. Raises the error of `abort`."""
+    def put(self, batch: Batch, temporary_bytes: int = 0, *, wait: bool = True) -> None:
+        """Hand over a batch, once there is room if `wait`. Raises the error of `abort`."""
         with self._changed:
-            self._wait(lambda: not self._batches)
+            self._wait(lambda: not wait or not self._batches)
             if self._finished:
                 return
             self._batches.append((batch, temporary_bytes))
@@ -102,8 +104,11 @@ class Feed:
         if self._error is not None:
             raise self._error
         self._digest_current()
-        while (item := next(self._local, None)) is None:
-            self._local = iter(self._next_batch())
+        while self._at >= len(self._local):
+            self._local, self._at = [], 0
+            self._local = self._next_batch()
+        item = self._local[self._at]
+        self._at += 1
         self.last_name = item[0]
         self.handed += 1
         if self.digests is not None:
@@ -122,6 +127,33 @@ class Feed:
             hasher = self._hasher = Hasher()
         copy_bytes(target, source, num_bytes, hasher)
 
+    def pack(self, address: int, pieces: Sequence[Piece], start: int) -> int:
+        """Copy what is here already to its places from `address` on, for `pieces[start:]`, which are
+        those handed out next: as long as it is small, and dense memory of the host. Returns how many;
+        they count as handed out."""
+        if self._error is not None:
+            raise self._error
+        self._digest_current()
+        here = self._local
+        if pieces[start].tensor != self.handed:
+            return 0
+        targets: list[int] = []
+        sources: list[int] = []
+        sizes: list[int] = []
+        for at in range(self._at, min(len(here), self._at + len(pieces) - start)):
+            piece, tensor = pieces[start + at - self._at], here[at][1]
+            if piece.num_bytes > PIECE_BYTES or not is_memory(tensor):
+                break
+            targets.append(address + piece.offset_bytes)
+            sources.append(tensor.data_ptr())
+            sizes.append(piece.num_bytes)
+        if sizes:
+            copy_many(targets, sources, sizes, self.digests)
+            self._at += len(sizes)
+            self.handed += len(sizes)
+            self.last_name = here[self._at - 1][0]
+        return len(sizes)
+
     def _digest_current(self) -> None:
         current, hasher = self._current, self._hasher
         if current is None or self.digests is None:
@@ -132,7 +164,6 @@ class Feed:
 
     def _next_batch(self) -> Batch:
         with self._changed:
-            self._local = iter(())
             while True:
                 if self._error is not None:
                     raise self._error

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from rayxfer.census import Census
 from rayxfer.copying import copy_all, copy_bytes, is_memory
-from rayxfer.digest import digest, digest_many
+from rayxfer.digest import digest, digest_many, digest_memories, memory
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, dtype_name
 from rayxfer.packing import as_bytes
@@ -223,6 +224,35 @@ class _Target:
         self.address = self.tensor.data_ptr() if on_host else 0
 
 
+class _Places:
+    """What is the same for every round into the same targets, in lists over the offer.
+
+    Attributes:
+        small: 1 for an entry that one call copies together with its neighbours: one plain target.
+        targets: that target.
+        memories: of all targets in order, if each is its dense bytes on the host; else None.
+    """
+
+    def __init__(self, targets: list[list[_Target]]) -> None:
+        self.small = bytearray(
+            len(places) == 1 and places[0].plain and places[0].tensor.nbytes < _LARGE_BYTES
+            for places in targets
+        )
+        self.targets = [places[0].tensor if places else _NOTHING for places in targets]
+        flat = [place for places in targets for place in places]
+        dense = all(p.address or (p.plain and not p.tensor.nbytes) for p in flat)
+        self.memories = [memory(place.tensor) for place in flat] if dense else None
+
+    def run(self, items: list[tuple[int, torch.Tensor]]) -> slice | None:
+        """Where `items` are neighbours in the offer, in its order, and small: their slice of it."""
+        first, end = items[0][0], items[0][0] + len(items)
+        if self.small.count(1, first, end) != len(items):
+            return None
+        if [index for index, _ in items] != list(range(first, end)):
+            return None
+        return slice(first, end)
+
+
 class ModuleLoader(WeightLoader):
     """Writes by name into a module's parameters and persistent buffers.
 
@@ -251,6 +281,8 @@ class ModuleLoader(WeightLoader):
         self._staged = staged
         self._verify = verify
         self._targets: list[list[_Target]] = []
+        self._places = _Places(self._targets)
+        self._census: Census | None = None
         self._stage: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self._written: set[int] = set()
         self._touched = False
@@ -265,25 +297,32 @@ class ModuleLoader(WeightLoader):
         partial: bool,
         memo: dict[str, Any] | None = None,
     ) -> Preflight:
-        live = named_tensors(self._module)
-        self._inference = any(t.is_inference() for t in live.values())
         # The same offer to the same tensors has the same answer, and most rounds are that.
         key = (metadata, partial, self._rename, self._fuse)
-        now = pointers(live)
-        known = memo is not None and memo.get("now") == now and len(now) == len(live)
-        if memo is not None and known and memo["key"][0] is metadata and memo["key"] == key:
+        known = memo is not None and "key" in memo and memo["key"][0] is metadata
+        if memo is not None and known and memo["key"] == key and memo["census"].holds(self._module):
+            self._census, self._inference = memo["census"], memo["inference"]
             self._targets = memo["targets"]
+            if not self._staged:
+                self._places = memo["places"] = memo["places"] or _Places(self._targets)
             for places in self._targets if memo["casts"] else ():
                 for place in places:
                     place.delivered = place.expected = None
             if self._staged:
                 self._make_stage()
             return Preflight(casts=dict(memo["casts"]), kept=list(memo["kept"]))
+        census = Census(self._module)
+        live = census.tensors
+        self._inference = any(t.is_inference() for t in live.values())
         out = self._compare_all(live, metadata, partial)
         if out.problems:
             return out
+        self._census = census
+        if not self._staged:
+            self._places = _Places(self._targets)
         if memo is not None:
-            memo |= {"key": key, "now": now, "targets": self._targets}
+            memo |= {"key": key, "census": census, "inference": self._inference}
+            memo |= {"targets": self._targets, "places": None}
             memo |= {"casts": dict(out.casts), "kept": list(out.kept)}
         if self._staged:
             self._make_stage()
@@ -448,6 +487,7 @@ class ModuleLoader(WeightLoader):
         self._stage = {}
         live = named_tensors(self._module)
         self._targets = [self._staged_targets(places, live) for places in self._targets]
+        self._places = _Places(self._targets)
 
     def _staged_targets(
         self, places: list[_Target], live: dict[str, torch.Tensor]
@@ -485,6 +525,12 @@ class ModuleLoader(WeightLoader):
     def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
         self._touched = True
         mode = torch.inference_mode() if self._inference else torch.no_grad()
+        run = self._places.run(items)
+        if run is not None:
+            with mode:
+                copy_all(self._places.targets[run], [tensor for _, tensor in items])
+            self._written.update(range(run.start, run.stop))
+            return
         plain_targets: list[torch.Tensor] = []
         plain_values: list[torch.Tensor] = []
         with mode:
@@ -523,9 +569,15 @@ class ModuleLoader(WeightLoader):
         flat = [(index, place) for index, places in enumerate(self._targets) for place in places]
         # What the module holds *now* under these names, not what was written to: the proof must not
         # rest on the bookkeeping that it proves.
-        live = {} if self._staged else named_tensors(self._module)
-        held = [self._held(live, index, place) for index, place in flat]
-        found = digest_many(held)
+        memories, census = self._places.memories, self._census
+        held = census is not None and not self._staged and census.holds_memory(self._module)
+        if memories is not None and held:
+            found = digest_memories(memories)
+            if len(found) == len(self._targets) and all(self._targets):  # no ties: one each
+                return found
+        else:
+            live = {} if self._staged else named_tensors(self._module)
+            found = digest_many([self._held(live, index, place) for index, place in flat])
         out: list[int | None] = [None] * len(self._targets)
         for (index, place), value in zip(flat, found, strict=True):
             if place.cast:
@@ -549,6 +601,8 @@ class ModuleLoader(WeightLoader):
         return place.tensor if self._staged else _held(live, place)
 
     def unproven(self) -> list[str] | None:
+        if len(self._written) == len(self._targets):
+            return []
         return [
             place.name
             for index, places in enumerate(self._targets)
@@ -561,6 +615,7 @@ class ModuleLoader(WeightLoader):
         return self._touched and not self._staged
 
 
+_NOTHING = torch.empty(0)
 _LARGE_BYTES = 64 << 10
 """From here on a `memmove` of one tensor costs less than its share of torch's call for many."""
 
@@ -569,19 +624,6 @@ def _held(live: dict[str, torch.Tensor], place: _Target) -> torch.Tensor:
     if place.name not in live:
         raise ContractError(f"{place.name!r} is gone from the model after loading", name=place.name)
     return place.cut(live[place.name])
-
-
-def pointers(live: dict[str, torch.Tensor]) -> list[tuple[Any, ...]]:
-    """Which tensors these are, and where they lie: what a remembered comparison rests on."""
-    return [
-        (name, id(t), t.data_ptr(), t.dtype, t.shape, t.stride())
-        for name, t in live.items()
-        if _has_memory(t)
-    ]
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
 
 
 def _compact(tensor: torch.Tensor, *, like: torch.Tensor | None = None) -> torch.Tensor:

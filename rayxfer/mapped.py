@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rayxfer.errors import ContractError
-from rayxfer.loader import ModuleLoader, Preflight, pointers
+from rayxfer.loader import ModuleLoader, Preflight
 from rayxfer.memfile import ForeignFile
 from rayxfer.source import named_tensors, tie_key
 
@@ -123,7 +123,8 @@ class MappedLoader(ModuleLoader):
         for places in self._own:
             for place in places:
                 place.locate()
-        self._memo["now"] = pointers(named_tensors(self._module))
+        self._memo["places"] = None
+        self._memo["census"].renew()
 
     def _leave_files(self) -> None:
         """Give memory of its own to what was mapped until now and is staged this time: the file that it

@@ -7,6 +7,7 @@ record and to settle. No Ray in here: clients and the coordinator are given.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import contextvars
 import dataclasses
@@ -17,9 +18,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
-from rayxfer.channel import Channel, Link, connect
+from rayxfer.background import Snapshots, Turns
+from rayxfer.channel import Calls, Channel, Link, connect
 from rayxfer.client import SLICE_S, client_for, lost_process, outcome, wait_answers
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
@@ -35,11 +37,11 @@ from rayxfer.errors import (
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.gpus import link_between, uuid_of
-from rayxfer.metadata import ParamMeta, metadata_digest, metadata_to_wire
+from rayxfer.metadata import Columns, ParamMeta, metadata_digest, metadata_to_wire
 from rayxfer.packing import ALIGNMENT_BYTES
 from rayxfer.report import KEEPER_RANK, SyncReport, WorkerReport, WorkerState
-from rayxfer.source import WeightSource, checked_metadata
-from rayxfer.stream import Broken, Stream, Vote
+from rayxfer.source import MappingSource, WeightSource, checked_metadata
+from rayxfer.stream import Broken, Stream, Vote, cancelled
 from rayxfer.topology import (
     Facts,
     bucket_size,
@@ -57,6 +59,8 @@ _RETRIES_WITHOUT_LOSS = 1
 """How often a round that broke with nobody lost is tried again before its suspects are left out."""
 
 
+_LEASE_IDLE_S = 60.0
+
 _JOIN_S = 0.5
 """How long to wait for the threads of a broken stream. One that is stuck in a user's source or engine
 is a daemon, and holds nothing but its own channel."""
@@ -67,7 +71,9 @@ class CoordinatorProtocol(Protocol):
 
     def begin(self, request: dict[str, Any]) -> dict[str, Any]: ...
     def renew(self, claim: dict[str, Any]) -> None: ...
-    def commit(self, claim: dict[str, Any]) -> None: ...
+    def commit(
+        self, claim: dict[str, Any], rows: list[dict[str, Any]], message: dict[str, Any]
+    ) -> dict[str, Any]: ...
     def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None: ...
 
 
@@ -95,13 +101,24 @@ class _Again(Exception):
     """This attempt is over; try again with whoever is left."""
 
 
+class _Offer:
+    """What a source offers, and what follows from that alone: kept from round to round."""
+
+    def __init__(self, metadata: tuple[ParamMeta, ...]) -> None:
+        self.metadata = metadata
+        self.digest = metadata_digest(metadata)
+        self.columns = Columns(metadata)
+        self.wire = metadata_to_wire(metadata)
+        self.num_bytes = sum(self.columns.num_bytes)
+        self.aliased = bool(self.wire["aliases"])
+
+
 @dataclass
 class _Call:
     """One `sync`: what all phases share."""
 
     source: WeightSource
-    metadata: tuple[ParamMeta, ...]
-    digest: str
+    offer: _Offer
     partial: bool
     round_id: int
     version: int
@@ -116,6 +133,10 @@ class _Call:
     phases: dict[str, float] = field(default_factory=dict)
     digests: list[int] | None = None
     prove_all: bool = False
+
+    @property
+    def metadata(self) -> tuple[ParamMeta, ...]:
+        return self.offer.metadata
 
     def live(self) -> list[Link]:
         return [row.link for row in self.rows.values() if row.error is None]
@@ -163,16 +184,29 @@ class Sender:
         self._base: dict[str, Any] = {}
         self._owner: dict[str, Any] = {}
         self._previous: dict[str, int] = {}
-        self._last: tuple[list[ParamMeta], tuple[ParamMeta, ...], str] | None = None
-        self.lock = threading.Lock()
+        self._last: tuple[list[ParamMeta], _Offer] | None = None
+        self._lease = _Lease(coordinator)
+        self._cancelled = threading.Event()
+        self.turns = Turns()
+        self.snapshots = Snapshots()
 
     def orphaned(self) -> bool:
         """Whether the controller is gone for good."""
         alive = getattr(self._coordinator, "alive", None)
         return alive is not None and not alive()
 
+    def cancel(self) -> None:
+        """Have a sync under way end soon, with ControllerClosed; there can be none after it."""
+        self._cancelled.set()
+
+    def _check_cancelled(self, call: _Call) -> None:
+        if self._cancelled.is_set():
+            raise cancelled(call.version)
+
     def close(self) -> None:
-        """Close every channel. Safe to call twice."""
+        """Close every channel, and let kept memory go. Safe to call twice."""
+        self._lease.close()
+        self.snapshots.close()
         channels, self._channels = self._channels, []
         for channel in channels:
             channel.close()
@@ -187,29 +221,29 @@ class Sender:
     def sync(self, source: WeightSource, *, version: int | None, partial: bool) -> SyncReport:
         """One round. See `Controller.sync_weights` for errors and the state after them."""
         start = time.monotonic()
-        metadata, digest = self._described(source)
+        offer = self._described(source)
+        process = self._local_facts().to_wire()
         grant = self._coordinator.begin(
             {
                 "version": version,
                 "roster": self._roster,
-                "num_tensors": len(metadata),
-                "num_bytes": sum(m.num_bytes for m in metadata),
-                "metadata_digest": digest,
-                "process": self._local_facts().to_wire(),
+                "num_tensors": len(offer.metadata),
+                "num_bytes": offer.num_bytes,
+                "metadata_digest": offer.digest,
+                "process": process,
                 "partial": partial,
             }
         )
         call = _Call(
             source,
-            metadata,
-            digest,
+            offer,
             partial,
             grant["round_id"],
             grant["version"],
-            self._local_facts().to_wire(),
+            process,
             grant["base"],
         )
-        lease = _Lease(self._coordinator, call.claim())
+        self._lease.start(call.claim())
         try:
             self._adopt(grant)
             for rank, link in self._links.items():
@@ -223,7 +257,7 @@ class Sender:
             self._release(call, error)
             raise
         finally:
-            lease.stop()
+            self._lease.stop()
         report = self._report(call, time.monotonic() - start)
         failed = [row for row in report.workers if row.error is not None]
         if failed and self._config.on_worker_failure == "raise":
@@ -235,19 +269,28 @@ class Sender:
             )
         return report
 
-    def _described(self, source: WeightSource) -> tuple[tuple[ParamMeta, ...], str]:
-        """The source's metadata, checked, and its digest; remembered, since it rarely changes."""
+    def _described(self, source: WeightSource) -> _Offer:
+        """The source's metadata, checked, with its digest; remembered, since it rarely changes."""
+        last = None if self._last is None else self._last[1]
+        if (
+            last is not None
+            and not last.aliased
+            and _is_plain(source)
+            and source.offers(last.columns)
+        ):
+            return last
         offered = source.metadata()
         if self._last is None or self._last[0] != offered:
             metadata = checked_metadata(source, offered)
-            self._last = (list(offered), metadata, metadata_digest(metadata))
-        return self._last[1], self._last[2]
+            self._last = (list(offered), _Offer(metadata))
+        return self._last[1]
 
     def _run(self, call: _Call) -> None:
         limit = 8 + 2 * len(
             call.rows
         )  # workers that come and go for ever must not keep us for ever
         for _ in range(limit):
+            self._check_cancelled(call)
             links = call.live()
             if not call.serving():
                 raise self._nobody(call)
@@ -479,9 +522,12 @@ class Sender:
         def send(link: Link) -> Future[dict[str, Any]]:
             return link.call(op, {**base, **message(link)})
 
-        pending = {send(link): link.rank for link in links}
+        first = Calls(links, op, [{**base, **message(link)} for link in links]).futures()
+        pending = {future: link.rank for future, link in zip(first, links, strict=True)}
         while pending:
             done, _ = wait_futures(pending, timeout=0.1, return_when="FIRST_COMPLETED")
+            if op != "commit":  # what is recorded is completed
+                self._check_cancelled(call)
             now = time.monotonic()
             for future in done:
                 rank = pending.pop(future)
@@ -533,21 +579,18 @@ class Sender:
             for channel in self._channels
             for link in channel.links
         }
-        wire: dict[str, Any] | None = None
 
         def message(link: Link) -> dict[str, Any]:
-            nonlocal wire
             channel = self._channel_of(link)
             out = {
                 "session_id": channel.plan.session_id,
-                "metadata_digest": call.digest,
+                "metadata_digest": call.offer.digest,
                 "partial": call.partial,
                 "base": call.base,
                 "update_info": infos[link.rank],
             }
-            if link.has_metadata != call.digest:
-                wire = wire if wire is not None else metadata_to_wire(call.metadata)
-                out["metadata"] = wire
+            if link.has_metadata != call.offer.digest:
+                out["metadata"] = call.offer.wire
             return out
 
         answers = self._fan_out(call, links, "prepare", message)
@@ -582,7 +625,7 @@ class Sender:
                 first = first or (link.rank, answer.get("name"))
                 problems += [f"worker {link.rank}: {text}" for text in answer["problems"]]
             else:
-                link.has_metadata = call.digest
+                link.has_metadata = call.offer.digest
                 row.casts = answer["casts"]
                 call.kept = answer["kept"]
         if problems:
@@ -609,12 +652,15 @@ class Sender:
             channels=self._channels,
             source=call.source,
             metadata=call.metadata,
+            columns=call.offer.columns,
+            wire=call.offer.wire,
             config=self._config,
             base_message={**self._base, **call.ids()},
             version=call.version,
             partial=call.partial,
             prove_all=call.prove_all,
             deadline=call.deadline,
+            cancelled=self._cancelled,
         )
         start = time.monotonic()
         broken = stream.run()
@@ -719,10 +765,21 @@ class Sender:
             raise self._nobody(call)
 
     def _commit(self, call: _Call) -> None:
-        """Record the version; then caches and resume. What fails now makes a worker TORN."""
-        self._coordinator.commit(call.claim())
-        links = call.live()
-        for rank, answer in self._fan_out(call, links, "commit", lambda link: {}).items():
+        """Record the version; then caches and resume. What fails now makes a worker TORN.
+
+        The controller does all of it in the one call if every worker is quick; this finishes the rest.
+        """
+        hoped = self._settled(call, committed=True)
+        said = self._coordinator.commit(call.claim(), hoped, {**self._base, **call.ids()})
+        links = {link.rank: link for link in call.live()}
+        answers: dict[int, dict[str, Any] | RayxferError] = {}
+        for rank, answer in said["answers"].items():
+            links[rank].calls += 1
+            if isinstance(answer, RayxferError) or answer.get("done"):
+                answers[rank] = answer
+        slow = [link for rank, link in links.items() if rank not in answers]
+        answers |= self._fan_out(call, slow, "commit", lambda link: {})
+        for rank, answer in answers.items():
             row = call.rows[rank]
             if isinstance(answer, RayxferError):
                 lost = isinstance(answer, (WorkerLost, TransferTimeout))
@@ -730,6 +787,8 @@ class Sender:
                 self._channel_of(row.link).dirty = True
             else:
                 row.state, row.version = WorkerState.READY, call.version
+        if said["settled"]:
+            return
         with contextlib.suppress(StateError):  # committed all the same: the controller asks around
             self._coordinator.settle(call.claim(), self._settled(call))
 
@@ -751,12 +810,18 @@ class Sender:
             with contextlib.suppress(RayxferError):  # the caller is to see the first error
                 self._coordinator.settle(call.claim(), self._settled(call))
 
-    def _settled(self, call: _Call) -> list[dict[str, Any]]:
+    def _settled(self, call: _Call, *, committed: bool = False) -> list[dict[str, Any]]:
+        """What became of each worker; `committed`: of the live ones, if they all commit."""
+
+        def now(row: _Row) -> tuple[WorkerState, int]:
+            hoped = committed and row.error is None
+            return (WorkerState.READY, call.version) if hoped else (row.state, row.version)
+
         return [
             {
                 "rank": rank,
-                "state": str(row.state),
-                "version": row.version,
+                "state": str(now(row)[0]),
+                "version": now(row)[1],
                 "backend": row.link.backend or row.link.requested,
                 "incarnation": row.link.incarnation,
                 "error": row.error,
@@ -767,17 +832,16 @@ class Sender:
         ]
 
     def _report(self, call: _Call, seconds: float) -> SyncReport:
-        names = [m.name for m in call.metadata]
+        names = call.offer.columns.names
         unchanged: tuple[str, ...] = ()
         if call.digests is not None:
-            now = dict(zip(names, call.digests, strict=True))
-            unchanged = tuple(
-                n for n in names if self._previous.get(n) == now[n] and n in self._previous
-            )
-            self._previous.update(now)
+            before = map(self._previous.get, names)
+            same = zip(names, before, call.digests, strict=True)
+            unchanged = tuple([name for name, old, new in same if old == new])
+            self._previous.update(zip(names, call.digests, strict=True))
         return SyncReport(
             version=call.version,
-            num_bytes=sum(m.num_bytes for m in call.metadata),
+            num_bytes=call.offer.num_bytes,
             num_tensors=len(names),
             seconds=seconds,
             workers=tuple(
@@ -799,11 +863,20 @@ class Sender:
             phases=dict(call.phases),
             attempts=call.attempts,
             partial=call.partial,
-            sent=tuple(names) if call.partial else (),
+            sent=names if call.partial else (),
             kept=tuple(call.kept) if call.partial else (),
             unchanged=unchanged,
             control_calls=max((row.link.calls for row in call.rows.values()), default=0),
         )
+
+
+def _is_plain(source: WeightSource) -> TypeGuard[MappingSource]:
+    """Whether a source's metadata are what `MappingSource` makes of its tensors."""
+    return (
+        isinstance(source, MappingSource)
+        and type(source).metadata is MappingSource.metadata
+        and type(source)._unique is MappingSource._unique
+    )
 
 
 def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError | None:
@@ -817,6 +890,8 @@ def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError |
             weight_version=call.version,
             worker=vote.rank,
         )
+    if array.array("Q", sent) == vote.digests:
+        return None
     for meta, here, there in zip(call.metadata, sent, vote.digests, strict=True):
         if here != there:
             return TransferError(
@@ -831,22 +906,45 @@ def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError |
 
 
 class _Lease:
-    """Tells the coordinator every second that this trainer lives."""
+    """Tells the coordinator every second that this trainer lives, while there is a claim.
 
-    def __init__(self, coordinator: CoordinatorProtocol, claim: dict[str, Any]) -> None:
-        self._stop = threading.Event()
-        self._coordinator, self._claim = coordinator, claim
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=lambda: context.run(self._run), name="rayxfer-lease", daemon=True
-        )
-        self._thread.start()
+    One thread for all rounds, which looks once a second: starting one costs a round more than many of
+    its messages do. It ends with a minute of idleness, and with `close`.
+    """
 
-    def _run(self) -> None:
-        while not self._stop.wait(1.0):
-            # A refusal, or a controller that restarts: the main thread finds out what it means.
-            with contextlib.suppress(RayxferError):
-                self._coordinator.renew(self._claim)
+    def __init__(self, coordinator: CoordinatorProtocol) -> None:
+        self._coordinator = coordinator
+        self._changed = threading.Condition()
+        self._claim: dict[str, Any] | None = None
+        self._context = contextvars.copy_context()
+        self._used = 0.0
+        self._running = self._closed = False
+
+    def start(self, claim: dict[str, Any]) -> None:
+        with self._changed:
+            self._claim, self._used = claim, time.monotonic()
+            self._context = contextvars.copy_context()
+            if not self._running:
+                self._running, self._closed = True, False
+                threading.Thread(target=self._run, name="rayxfer-lease", daemon=True).start()
 
     def stop(self) -> None:
-        self._stop.set()
+        self._claim = None
+
+    def close(self) -> None:
+        with self._changed:
+            self._claim, self._closed = None, True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait(1.0)
+                claim, idle = self._claim, time.monotonic() - self._used
+                if self._closed or (claim is None and idle > _LEASE_IDLE_S):
+                    self._running = False
+                    return
+            if claim is not None:
+                # A refusal, or a controller that restarts: the main thread finds out what it means.
+                with contextlib.suppress(RayxferError):
+                    self._context.run(self._coordinator.renew, claim)

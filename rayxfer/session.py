@@ -36,7 +36,13 @@ from rayxfer.errors import (
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.loader import FuseRule, ModuleLoader, OpaqueLoader, StagedLoader, WeightLoader
 from rayxfer.mapped import MappedLoader
-from rayxfer.metadata import ParamMeta, dtype_name, metadata_digest, metadata_from_wire
+from rayxfer.metadata import (
+    Columns,
+    ParamMeta,
+    dtype_name,
+    metadata_digest,
+    metadata_from_wire,
+)
 from rayxfer.report import WorkerState
 from rayxfer.source import ModuleSource, Rename, WeightSource, named_tensors
 from rayxfer.tasks import Task
@@ -108,6 +114,7 @@ class _Round:
     previous: WorkerState
     checkpoint_format: bool
     casts: bool
+    columns: _Columns
     aborted: threading.Event = field(default_factory=threading.Event)
     pushed: dict[int, threading.Event] = field(default_factory=dict)
     pausing: bool = False
@@ -123,13 +130,39 @@ class _Offer:
     digest: str
     metadata: tuple[ParamMeta, ...]
     wire: dict[str, Any]
+    columns: _Columns
 
     @classmethod
     def read(cls, wire: Any, digest: str) -> _Offer:
         metadata = metadata_from_wire(wire)
         if metadata_digest(metadata) != digest:
             raise ContractError("the metadata does not match its digest")
-        return cls(digest, metadata, {k: wire[k] for k in ("names", "dtype_names", "shapes")})
+        fields = {k: wire[k] for k in ("names", "dtype_names", "shapes")}
+        return cls(digest, metadata, fields, _Columns(metadata))
+
+
+class _Columns(Columns):
+    """An offer's metadata by columns: neighbours are compared in one go, not field by field."""
+
+    def __init__(self, metadata: Sequence[ParamMeta]) -> None:
+        super().__init__(metadata)
+        self.index = {name: index for index, name in enumerate(self.names)}
+
+    def run(self, weights: Sequence[tuple[str, torch.Tensor]]) -> slice | None:
+        """Where `weights` are neighbours in the offer, and just as offered: their slice of it."""
+        first = self.index.get(weights[0][0]) if weights else None
+        if first is None:
+            return None
+        here = slice(first, first + len(weights))
+        names, tensors = zip(*weights, strict=True)
+        if names != self.names[here] or not _TENSORS.issuperset(map(type, tensors)):
+            return None
+        fits = [tensor.dtype for tensor in tensors] == self.dtypes[here]
+        fits = fits and [tensor.shape for tensor in tensors] == self.shapes[here]
+        return here if fits else None
+
+
+_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class _LoadWeights:
@@ -141,8 +174,9 @@ class _LoadWeights:
 
     def __init__(self, current: _Round) -> None:
         self._round = current
-        self._index = {meta.name: i for i, meta in enumerate(current.metadata)}
-        self._handed = [False] * len(current.metadata)
+        self._columns = current.columns
+        self._index = current.columns.index
+        self._handed = bytearray(len(current.metadata))
         self._delivered = [0] * len(current.metadata)
         self._digest = current.verify and not current.loader.one_to_one
         self.copies_only = current.loader.copies_only
@@ -180,13 +214,21 @@ class _LoadWeights:
         load: Callable[[list[tuple[int, torch.Tensor]]], None],
     ) -> None:
         self._check_abort()
+        if not isinstance(weights, (list, tuple)):
+            weights = list(weights)
         items: list[tuple[int, torch.Tensor]] = []
-        for name, tensor in weights:
-            index = self._take(name)
-            self._compare(self._round.metadata[index], tensor)
-            if self._digest:
+        run = self._columns.run(weights)
+        if run is not None and 1 not in self._handed[run]:
+            self._handed[run] = b"\1" * len(weights)
+            items = [(index, tensor) for index, (_, tensor) in enumerate(weights, start=run.start)]
+        else:  # one by one, to name the first offender
+            for name, tensor in weights:
+                index = self._take(name)
+                self._compare(self._round.metadata[index], tensor)
+                items.append((index, tensor))
+        if self._digest:
+            for index, tensor in items:
                 self._delivered[index] = digest(tensor)
-            items.append((index, tensor))
         if self.loader_error is None and items:
             self.in_loader = True
             try:
@@ -199,9 +241,9 @@ class _LoadWeights:
                 )
             finally:
                 self.in_loader = False
-        for index, _ in items:
-            meta = self._round.metadata[index]
-            self._count(meta.name, meta.num_bytes)
+        if items:
+            sizes = self._columns.num_bytes
+            self._count(weights[-1][0], sum([sizes[index] for index, _ in items]))
         self._check_abort()
 
     def keep(
@@ -240,7 +282,7 @@ class _LoadWeights:
         if self._handed[index]:
             raise ContractError(f"the engine delivered {name!r} twice", name=name)
         if claim:
-            self._handed[index] = True
+            self._handed[index] = 1
         return index
 
     @staticmethod
@@ -257,6 +299,8 @@ class _LoadWeights:
             )
 
     def check_complete(self) -> None:
+        if 0 not in self._handed:
+            return
         missing = [
             m.name
             for m, handed in zip(self._round.metadata, self._handed, strict=True)
@@ -569,6 +613,7 @@ class WorkerSession:
                 previous=self.state,
                 checkpoint_format=checkpoint_format,
                 casts=bool(preflight.casts),
+                columns=offer.columns,
             )
             self._load = None
         return {"casts": preflight.casts, "kept": preflight.kept}
@@ -741,13 +786,16 @@ class WorkerSession:
         round_id = int(message["round_id"])
         if self._committed_round == round_id:
             return {"done": True, **self.snapshot()}
+        key, task = ("commit", round_id), self._task
+        if task is not None and task.key == key:  # under way, or failed
+            return self._drive(key, dict, message)
         current = self._current(message)
         if not current.finished:
             raise StateError(f"commit before finish in round {round_id}")
         quick = self._binding.reset_cache is None and self._config.load_mode == "in_place"
         if quick:  # nothing that could take long: no thread, no second call
             return {"done": True, **self._commit(current)}
-        return self._drive(("commit", round_id), lambda: self._commit(current), message)
+        return self._drive(key, lambda: self._commit(current), message)
 
     def _commit(self, current: _Round) -> dict[str, Any]:
         try:
@@ -774,9 +822,9 @@ class WorkerSession:
         if not current.partial:
             self._exact = not current.casts
         self.version, self.torn_towards = current.version, None
-        self._committed_round = current.round_id
         if config.cache_policy == "reset" and binding.reset_cache is not None:
             _reset(binding.reset_cache)
+        self._committed_round = current.round_id
 
     def abort(self, message: dict[str, Any]) -> dict[str, Any]:
         """End the round now. Answers `stuck=True` if its thread did not come back in time.

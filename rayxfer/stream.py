@@ -4,31 +4,34 @@ from __future__ import annotations
 
 import array
 import contextvars
+import functools
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from rayxfer.channel import Channel, Link
+from rayxfer.channel import Calls, Channel, Link
 from rayxfer.client import SLICE_S, lost_process, outcome
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import (
     ContractError,
+    ControllerClosed,
     RayxferError,
     TransferError,
     TransferTimeout,
     WorkerLost,
     portable_cause,
 )
+from rayxfer.factory import WeightTransferEngineFactory
 from rayxfer.feed import Feed
-from rayxfer.metadata import ParamMeta, metadata_to_wire
-from rayxfer.packing import plain
-from rayxfer.source import WeightSource, whole
+from rayxfer.metadata import Columns, ParamMeta, metadata_to_wire
+from rayxfer.reading import Reading, yields_at_once
+from rayxfer.source import WeightSource
 from rayxfer.threads import gpu_of_this_thread
 from rayxfer.topology import process_gone
 
@@ -37,9 +40,14 @@ __all__ = ["Broken", "Stream", "Vote"]
 _BATCH_BYTES = 8 << 20
 _BATCH_TEMPORARY_BYTES = 1 << 20
 _BATCH_TENSORS = 512
+_LITTLE_BYTES = 1 << 20
 _LOOK_EVERY_S = 0.09
 _GRACE_S = 0.5
 """After one worker's transport broke: how long to wait for the news that another one died."""
+
+
+_Step = tuple[str, int, Callable[[], None]]
+"""Kind, index and function of what a thread does."""
 
 
 @dataclass
@@ -79,6 +87,13 @@ class Broken:
     failed: dict[int, RayxferError] = field(default_factory=dict)
     suspects: dict[int, RayxferError] = field(default_factory=dict)
     channel: int | None = None
+
+
+def cancelled(version: int) -> ControllerClosed:
+    """Why a sync that somebody called off ends."""
+    return ControllerClosed(
+        f"the sync of version {version} was called off: its controller was shut down, or this process ends"
+    )
 
 
 class _Push:
@@ -123,13 +138,18 @@ class Stream:
         channels: Sequence[Channel],
         source: WeightSource,
         metadata: tuple[ParamMeta, ...],
+        columns: Columns,
+        wire: dict[str, Any],
         config: WeightTransferConfig,
         base_message: dict[str, Any],
         version: int,
         partial: bool,
         prove_all: bool,
         deadline: float,
+        cancelled: threading.Event | None = None,
     ) -> None:
+        self._cancelled = cancelled
+        self._columns, self._wire = columns, wire
         self._channels = channels
         self._source = source
         self._metadata = metadata
@@ -158,9 +178,15 @@ class Stream:
         self._failed: dict[int, RayxferError] = {}
         self._moved = [time.monotonic() for _ in channels]
         self._sent: set[int] = set()
-        self._in_source_since: float | None = None
-        self._at_name: str | None = None
+        self._reading = Reading(source, metadata, version)
         self._fed = False
+        # so little that it need not be sent while it is read: one thread is enough for that
+        self._little = (
+            len(channels) == 1
+            and source.stable
+            and yields_at_once(source)
+            and sum(columns.num_bytes) <= _LITTLE_BYTES
+        )
         self.votes: dict[int, Vote] = {}
 
     @property
@@ -170,29 +196,36 @@ class Stream:
 
     # ---- threads --------------------------------------------------------------------------------
 
-    def _spawn(self, kind: str, index: int, function: Any) -> None:
-        """Run in a thread that has the caller's context and torch modes; report its end."""
+    def _spawn(self, *steps: _Step) -> None:
+        """Run one step after the other in a thread that has the caller's context and torch modes;
+        report the end of each. One that fails is the last."""
         context = contextvars.copy_context()
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         take_over_gpu = gpu_of_this_thread()
 
         def run() -> None:
-            error: BaseException | None = None
-            try:
-                take_over_gpu()
-                with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-                    context.run(function)
-            except BaseException as caught:
-                error = caught
-            self._events.put((kind, index, error))
+            for kind, index, function in steps:
+                error: BaseException | None = None
+                try:
+                    take_over_gpu()
+                    with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+                        context.run(function)
+                except BaseException as caught:
+                    error = caught
+                self._events.put((kind, index, error))
+                if error is not None:
+                    return
 
+        kind, index, _ = steps[-1]
         thread = threading.Thread(target=run, name=f"rayxfer-{kind}-{index}", daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def _send(self, index: int) -> None:
         channel, feed, push = self._channels[index], self._feeds[index], self._pushes[index]
-        wire = metadata_to_wire(self._metadata)
+        wire = self._wire
+        if channel.backend not in WeightTransferEngineFactory.built_in:
+            wire = metadata_to_wire(self._metadata)  # theirs: they may do with it what they like
         update_info = {
             "names": wire["names"],
             "dtype_names": wire["dtype_names"],
@@ -223,113 +256,42 @@ class Stream:
             )
 
     def _feed(self) -> None:
-        source, metadata = self._source, self._metadata
-        one_by_one = not source.stable
+        if self._little and (pairs := self._reading.at_once(self._columns)) is not None:
+            self._hand(pairs, 0, until_consumed=False)
+            for feed in self._feeds:
+                feed.close()
+            return
+        one_by_one = not self._source.stable
         clone = one_by_one and not all(c.engine_cls.copies_before_next for c in self._channels)
         batch: list[tuple[str, torch.Tensor]] = []
         batch_bytes = temporary_bytes = 0
-        for index, (name, tensor) in enumerate(self._read()):
-            if index >= len(metadata):
-                raise ContractError(
-                    f"the source yielded {name!r} after its last name: metadata() declares "
-                    f"{len(metadata)} tensors",
-                    name=name,
-                )
-            meta = metadata[index]
-            value = self._checked(meta, name, tensor)
+        for meta, value, temporary in self._reading:
             if clone:
                 value = value.clone()
-            batch.append((name, value))
+            batch.append((meta.name, value))
             # what stays where it is, and is not digested meanwhile, may be handed on in any amount
-            costs = clone or self.digests is not None or value.device.type == "cpu"
-            batch_bytes += meta.num_bytes if costs else 0
-            temporary_bytes += meta.num_bytes if value.data_ptr() != tensor.data_ptr() else 0
+            costs = clone or self.digests is not None or value.is_cpu
+            batch_bytes += value.nbytes if costs else 0
+            temporary_bytes += meta.num_bytes if temporary or clone else 0
             if (
                 one_by_one
                 or batch_bytes >= _BATCH_BYTES
                 or temporary_bytes >= _BATCH_TEMPORARY_BYTES
                 or len(batch) >= _BATCH_TENSORS
             ):
-                del value, tensor
+                del value
                 self._hand(batch, temporary_bytes, until_consumed=one_by_one)
                 batch, batch_bytes, temporary_bytes = [], 0, 0
-        count = index + 1 if metadata and self._at_name is not None else 0
-        if count < len(metadata):
-            raise ContractError(
-                f"the source yielded {count} tensors, metadata() declares {len(metadata)}; the first "
-                f"missing is {metadata[count].name!r}",
-                name=metadata[count].name,
-            )
         if batch:
             self._hand(batch, temporary_bytes, until_consumed=False)
         for feed in self._feeds:
             feed.close()
 
-    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The source's own iteration, timed, its errors labelled."""
-        self._in_source_since = time.monotonic()
-        try:
-            iterator = iter(self._source)
-        except Exception as error:
-            raise self._source_error(error) from error
-        while True:
-            self._in_source_since = time.monotonic()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                self._in_source_since = None
-                return
-            except Exception as error:
-                raise self._source_error(error) from error
-            finally:
-                self._in_source_since = None
-            if not isinstance(item, tuple) or len(item) != 2:
-                raise ContractError(f"the source yielded {item!r}, not a pair (name, tensor)")
-            self._at_name = str(item[0])
-            yield item
-
-    def _source_error(self, error: Exception) -> RayxferError:
-        if isinstance(error, RayxferError):
-            return error
-        where = "before its first tensor" if self._at_name is None else f"after {self._at_name!r}"
-        return TransferError(
-            f"the source raised {where}: {type(error).__name__}: {error}",
-            phase="update",
-            weight_version=self._version,
-            name=self._at_name,
-            cause=portable_cause(error),
-        )
-
-    @staticmethod
-    def _checked(meta: ParamMeta, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if name != meta.name:
-            raise ContractError(
-                f"the source yielded {name!r} where metadata() declares {meta.name!r}",
-                name=meta.name,
-            )
-        if not isinstance(tensor, torch.Tensor):
-            raise ContractError(
-                f"the source yielded a {type(tensor).__name__} as {name!r}, not a tensor", name=name
-            )
-        if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
-            raise ContractError(
-                f"{name!r} is a {tensor.layout} tensor on {tensor.device}: only dense tensors with data "
-                "can be sent",
-                name=name,
-            )
-        value = plain(whole(tensor))
-        if value.dtype != meta.dtype or tuple(value.shape) != meta.shape:
-            found = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-            raise ContractError(
-                f"the source yielded {name!r} as {found}, metadata() declares {meta}", name=name
-            )
-        return value
-
     def _hand(
         self, batch: list[tuple[str, torch.Tensor]], temporary_bytes: int, *, until_consumed: bool
     ) -> None:
         for feed in self._feeds:
-            feed.put(batch, temporary_bytes)
+            feed.put(batch, temporary_bytes, wait=not self._little)
         if until_consumed:
             for feed in self._feeds:
                 feed.wait_consumed()
@@ -338,28 +300,52 @@ class Stream:
 
     def ask(self, link: Link, extra: dict[str, Any]) -> None:
         """One update call. Thread-safe."""
+        self._count(link)
+        future = link.call("update", {**self._base, "wait_s": SLICE_S, **extra})
+        self._await(link, future)
+
+    def _count(self, link: Link) -> None:
         with self._counting:
             if not self._outstanding[link.rank]:
                 self._heard[link.rank] = time.monotonic()  # nothing was asked of it until now
             self._outstanding[link.rank] += 1
-        future = link.call("update", {**self._base, "wait_s": SLICE_S, **extra})
+
+    def _await(self, link: Link, future: Future[dict[str, Any]]) -> None:
         future.add_done_callback(lambda done: self._events.put(("worker", link.rank, done)))
 
     # ---- the loop -------------------------------------------------------------------------------
 
     def run(self) -> Broken | None:
+        first: list[Link] = []
+        messages: list[dict[str, Any]] = []
         for index, channel in enumerate(self._channels):
             for link in channel.links:
                 link.acked = 0
                 if self._pushes[index] is None or not self._metadata:
+                    self._count(link)
+                    first.append(link)
                     # of workers that use one copy, one is enough to prove it
                     prove = self._prove_all or link is channel.prover
-                    self.ask(link, {"prove": prove})
-            self._spawn("channel", index, lambda index=index: self._send(index))
-        self._spawn("feeder", 0, self._feed)
+                    messages.append({**self._base, "wait_s": SLICE_S, "prove": prove})
+        sending: list[_Step] = [
+            ("channel", index, functools.partial(self._send, index))
+            for index in range(len(self._channels))
+        ]
+        feeding: _Step = ("feeder", 0, self._feed)
+        if self._little:
+            # first: it is soon done, and then no worker has to wait for what it sends
+            self._spawn(feeding, *sending)
+        calls = Calls(first, "update", messages)
+        for step in () if self._little else (*sending, feeding):
+            self._spawn(step)
+        for link, future in zip(first, calls.futures(), strict=True):
+            self._await(link, future)
         while True:
             if self._complete():
                 return None
+            if self._cancelled is not None and self._cancelled.is_set():
+                error = cancelled(self._version)
+                return self._break(Broken(error, fatal=error))
             try:
                 event = self._events.get(timeout=0.1)
             except queue.Empty:
@@ -472,7 +458,7 @@ class Stream:
         if now > self._deadline:
             error = self._timeout("sync_timeout_s", self._config.sync_timeout_s, None)
             return Broken(error, fatal=error)
-        since = self._in_source_since
+        since = self._reading.in_source_since
         if since is not None and now - since > stall:
             error = self._timeout("stall_timeout_s", stall, None)
             return Broken(error, fatal=error)
@@ -513,7 +499,7 @@ class Stream:
 
     def _timeout(self, key: str, seconds: float, rank: int | None) -> TransferTimeout:
         who = "the source" if rank is None else f"worker {rank}"
-        name = self._at_name
+        name = self._reading.at_name
         return TransferTimeout(
             f"{who} made no progress at {name!r} of version {self._version} within {key}={seconds:g}",
             phase="update",

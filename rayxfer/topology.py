@@ -78,7 +78,8 @@ class Facts:
         Raises:
             ConfigError: a field that has no default is missing.
         """
-        known = {k: v for k, v in wire.items() if k in {f.name for f in fields(cls)}}
+        names = {f.name for f in fields(cls)}
+        known = {k: v for k, v in wire.items() if k in names}
         for field in fields(cls):
             if field.name not in known and field.default is MISSING:
                 raise ConfigError(

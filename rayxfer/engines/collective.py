@@ -233,17 +233,24 @@ def fill(
     buffer: torch.Tensor,
 ) -> None:
     """Take the bucket's tensors from the stream and copy them to their places in a kept buffer."""
-    take = getattr(iterator, "take", None) if buffer.device.type == "cpu" else None
-    address = buffer.data_ptr()
+    on_host = buffer.device.type == "cpu"
+    address, pieces, done = buffer.data_ptr(), bucket.pieces, 0
     with torch.no_grad():
-        for piece, (_, view) in zip(bucket.pieces, layout.views(bucket, buffer), strict=True):
-            tensor = next_tensor(iterator, layout.metadata[piece.tensor])
-            if not piece.num_bytes:
+        while done < len(pieces):
+            pack = getattr(iterator, "pack", None) if on_host else None
+            if pack is not None and (count := pack(address, pieces, done)):
+                done += count
                 continue
-            if take is not None and is_memory(tensor):
+            piece = pieces[done]
+            tensor = next_tensor(iterator, layout.metadata[piece.tensor])
+            take = getattr(iterator, "take", None) if on_host else None
+            if not piece.num_bytes:
+                pass
+            elif take is not None and is_memory(tensor):
                 take(address + piece.offset_bytes, tensor.data_ptr(), piece.num_bytes)
             else:
-                view.copy_(tensor)
+                layout.views(bucket, buffer)[done][1].copy_(tensor)
+            done += 1
 
 
 def expect_end(iterator: Iterator[tuple[str, torch.Tensor]]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from rayxfer.engines.collective import (
 )
 from rayxfer.engines.ring import RingWriter
 from rayxfer.memfile import MemoryFile, find
-from rayxfer.packing import Bucket, Layout, as_bytes, plain
+from rayxfer.packing import Bucket, Layout, Piece, as_bytes, plain
 
 __all__ = [
     "BYTES",
@@ -54,6 +54,8 @@ _TOGETHER_BYTES = 64 << 20
 """So much of *there* may be told with one frame: threads that copy have to meet once per frame."""
 
 _MOST_THREADS = 4
+_MISSES = 3
+"""A source of which so many buckets begin in no file is not looked at further: that has its cost."""
 
 
 def send_frames(
@@ -74,7 +76,8 @@ def send_frames(
     told = _Told(ring, threads_per_reader(ring.num_readers, busy=busy))
     for bucket in layout.plan.buckets:
         ahead = _Ahead(iterator)
-        if stable and bucket.num_bytes and _placed(layout, bucket, ahead, told):
+        may_be_placed = stable and told.misses < _MISSES and bucket.num_bytes
+        if may_be_placed and _placed(layout, bucket, ahead, told):
             continue
         if bucket.num_bytes:
             told.publish()
@@ -103,6 +106,8 @@ class _Told:
         self._about: dict[str, Any] | None = None
         self._offsets = array("Q")
         self._num_bytes = 0
+        self.misses = 0
+        """How often a bucket began in no file."""
 
     def add(self, about: dict[str, Any], offsets: array[int], num_bytes: int) -> None:
         room = self._ring.slot_bytes - HEAD.size
@@ -131,6 +136,7 @@ class _Ahead:
         self._iterator = iterator
         self._seen: list[tuple[str, torch.Tensor]] = []
         self._take = getattr(iterator, "take", None)
+        self._pack = getattr(iterator, "pack", None)
 
     def peek(self) -> tuple[str, torch.Tensor] | None:
         item = next(self._iterator, None)
@@ -149,6 +155,11 @@ class _Ahead:
         """The iterator's own, where the tensor in hand is the last that it gave."""
         return self._take if not self._seen else None
 
+    @property
+    def pack(self) -> Callable[[int, Sequence[Piece], int], int] | None:
+        """The iterator's own, where it gives the next tensor."""
+        return self._pack if not self._seen else None
+
 
 def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: _Told) -> bool:
     """Whether the readers are to copy this bucket's tensors from where they lie: all in one memory file."""
@@ -163,6 +174,7 @@ def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: _Told) -> bool:
             continue
         found = find(item[1].data_ptr(), piece.num_bytes) if is_memory(item[1]) else None
         if found is None or found[0] is not (about if about is not None else found[0]):
+            told.misses += about is None and is_memory(item[1])
             return False
         about = found[0]
         offsets.append(found[1])

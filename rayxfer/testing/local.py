@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from rayxfer import background
+from rayxfer.background import SyncHandle
 from rayxfer.client import InProcessClient, WorkerClient
 from rayxfer.config import WeightTransferConfig
 from rayxfer.coordinator import Coordinator
@@ -55,6 +57,7 @@ class LocalController:
                 continue
             self.sessions.append(WorkerSession(one if isinstance(one, Binding) else Binding(one)))
             clients.append(InProcessClient(self.sessions[-1]))
+        self._config = config
         self._coordinator = Coordinator(f"local-{next(_count)}", clients, config)
         self._coordinator.open()
         self._sender = Sender(self._coordinator, entries)
@@ -63,7 +66,27 @@ class LocalController:
         self, model: Any, *, version: int | None = None, partial: bool = False
     ) -> SyncReport:
         """As `Controller.sync_weights`, for a module, a mapping or a source."""
-        return self._sender.sync(as_source(model), version=version, partial=partial)
+        source = as_source(model)
+        self._sender.turns.take(
+            background=False, timeout_s=self._config.sync_timeout_s, who="this controller"
+        )
+        try:
+            return self._sender.sync(source, version=version, partial=partial)
+        finally:
+            self._sender.turns.give_back()
+
+    def sync_weights_async(
+        self, model: Any, *, version: int | None = None, partial: bool = False
+    ) -> SyncHandle:
+        """As `Controller.sync_weights_async`, for a module, a mapping or a source."""
+        return background.start(
+            self._sender,
+            as_source(model),
+            version=version,
+            partial=partial,
+            timeout_s=self._config.sync_timeout_s,
+            who="this controller",
+        )
 
     def status(self) -> Status:
         """As `Controller.status`."""
@@ -71,6 +94,8 @@ class LocalController:
 
     def shutdown(self) -> None:
         """Close every channel and let the workers go. Safe to call twice."""
+        stall = self._config.stall_timeout_s
+        background.end(self._sender, stall, 2 * stall)
         self._sender.close()
         self._coordinator.close()
 

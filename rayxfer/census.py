@@ -1,0 +1,100 @@
+"""Whether a module still holds the very tensors that it held before, found out cheaply.
+
+Walking a module by its names costs more than copying small weights into it, and what was found out
+about its tensors stays true as long as they are the same ones. One `Census` is taken when they are looked
+at; later `holds` compares without making a name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rayxfer.source import is_plain_module, named_tensors
+
+__all__ = ["Census"]
+
+
+class Census:
+    """The named tensors of a module (see `named_tensors`), and what tells whether they changed.
+
+    Attributes:
+        tensors: name → tensor.
+        exact: False for a module that is to be looked at by its own methods alone (it overrides
+            them), or that holds tensors of other classes: `holds` never says yes then.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.tensors = named_tensors(module)
+        self._module = module
+        self.exact = False
+        self.renew()
+
+    def renew(self) -> None:
+        """Take it anew, for the same tensors: their memory may be another."""
+        module = self._module
+        try:
+            self._structure, values = _walk(module)
+        except (AttributeError, KeyError, TypeError):  # a scripted module keeps them elsewhere
+            return
+        found = set(map(id, values))
+        all_there = all(id(tensor) in found for tensor in self.tensors.values())
+        if is_plain_module(module) and all_there and all(map(_has_memory, values)):
+            self._geometry = _geometry(values)
+            self.exact = True
+
+    def holds(self, module: torch.nn.Module) -> bool:
+        """Whether `module` is the same, with the same tensors under the same names, in the same
+        memory, of the same dtypes and shapes."""
+        if not self.exact or module is not self._module:
+            return False
+        structure, values = _walk(module)
+        return structure == self._structure and _geometry(values) == self._geometry
+
+    def holds_memory(self, module: torch.nn.Module) -> bool:
+        """`holds`, but for how the memory is laid out."""
+        if not self.exact or module is not self._module:
+            return False
+        structure, values = _walk(module)
+        return structure == self._structure and _addresses(values) == self._geometry[0]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+
+
+def _walk(module: torch.nn.Module) -> tuple[list[Any], list[torch.Tensor]]:
+    """All names and identities in the tree of modules, in a fixed order; and its tensors."""
+    modules: list[Any] = [module]
+    keys: list[str] = []
+    values: list[Any] = []
+    for one in modules:  # grows
+        if one is None:
+            continue
+        inside = one.__dict__
+        if children := inside["_modules"]:
+            keys.extend(children)
+            modules.extend(children.values())
+        if parameters := inside["_parameters"]:
+            keys.extend(parameters)
+            values.extend(parameters.values())
+        if buffers := inside["_buffers"]:
+            keys.extend(buffers)
+            keys.extend(inside["_non_persistent_buffers_set"])
+            values.extend(buffers.values())
+    structure = [keys, list(map(id, modules)), list(map(id, values))]
+    return structure, [value for value in values if value is not None]
+
+
+def _geometry(tensors: list[torch.Tensor]) -> list[Any]:
+    return [
+        _addresses(tensors),
+        [tensor.shape for tensor in tensors],
+        [tensor.stride() for tensor in tensors],
+        [tensor.dtype for tensor in tensors],
+    ]
+
+
+def _addresses(tensors: list[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
