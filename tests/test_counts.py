@@ -126,7 +126,6 @@ def _storage(tensor: torch.Tensor) -> int:
 SIZES: dict[str, Callable[..., int]] = {
     "copy_bytes": lambda target, source, num_bytes, hasher=None: num_bytes,
     "copy_many": lambda targets, sources, sizes, digests: sum(sizes),
-    "read_process": lambda pid, target, source, num_bytes: num_bytes,
 }
 """The copies of ours that torch does not see (`rayxfer.copying`), and how much each is."""
 

@@ -125,23 +125,21 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     @classmethod
     def trainer_open(cls, plan: SessionPlan) -> tuple[_Channel, list[dict[str, Any]]]:
         cls.check_available()
-        slot_bytes = align(max(plan.bucket_size_bytes, _MIN_SLOT_BYTES), ALIGNMENT_BYTES)
         merged_init_info({"bucket_size_bytes": plan.bucket_size_bytes}, plan.config.init_info)
+        unit, slots = _unit(plan.bucket_size_bytes, len(plan.workers))
+        slot_bytes = align(max(unit, _MIN_SLOT_BYTES), ALIGNMENT_BYTES)
         ring = RingWriter(
-            slot_bytes=slot_bytes, slots=_SLOTS, readers=len(plan.workers), nonce=plan.token
+            slot_bytes=slot_bytes, slots=slots, readers=len(plan.workers), nonce=plan.token
         )
-        own = {
-            **ring.describe(),
-            "bucket_size_bytes": plan.bucket_size_bytes,
-        }
+        own = {**ring.describe(), "bucket_size_bytes": unit}
         info = {**plan.config.init_info, **own}
         versions = None
         if plan.config.load_mode == "mapped":
             versions = plan.kept.setdefault("versions", Versions())
-            size = Layout(plan.metadata, plan.bucket_size_bytes).file_bytes
+            size = Layout(plan.metadata, unit).file_bytes
             if size:
                 versions.prepare(size)
-        layouts = Layouts(plan.bucket_size_bytes)
+        layouts = Layouts(unit)
         channel = _Channel(ring, layouts, plan.workers, versions)
         return channel, [dict(info) for _ in plan.workers]
 
@@ -154,3 +152,17 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
         channel.ring.close()
         channel.ring.release()
         channel.layouts.clear()
+
+
+def _unit(bucket_size_bytes: int, readers: int) -> tuple[int, int]:
+    """What goes into a slot, and how many slots there are, in the memory of two buckets.
+
+    Measured (2 cores, 512 MiB, of one memcpy): to one worker 0.94 with four halves, 0.72 with two
+    wholes; to two 0.48 and 0.56, to four 0.31 and 0.35.
+    """
+    half = bucket_size_bytes // 2
+    return (
+        (half, 2 * _SLOTS)
+        if readers == 1 and half >= _MIN_SLOT_BYTES
+        else (bucket_size_bytes, _SLOTS)
+    )
