@@ -150,6 +150,9 @@ class WeightLoader:
         """Compare an offer with the worker. Changes nothing, but may remember in `memo`."""
         raise NotImplementedError
 
+    def begin(self) -> None:
+        """The update has begun; nothing has arrived yet."""
+
     def landing(self, index: int) -> torch.Tensor | None:
         """Where tensor `index` may be written directly (flat uint8), or None."""
         return None

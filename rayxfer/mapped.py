@@ -71,6 +71,11 @@ class MappedLoader(ModuleLoader):
 
     # ---- loading --------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        left: ForeignFile | None = self._memo.pop("left", None)
+        if left is not None:
+            left.hurry()  # while the sender writes
+
     def keep(
         self, items: list[tuple[int, torch.Tensor]], file: ForeignFile, on_live: OnLive
     ) -> None:
@@ -119,6 +124,7 @@ class MappedLoader(ModuleLoader):
             self._memo["file"] = file
             if before is not None and before is not file:
                 before.forget_writes()
+                self._memo["left"] = before
         self._on_live = {}
         for places in self._own:
             for place in places:

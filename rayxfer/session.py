@@ -685,6 +685,7 @@ class WorkerSession:
         if config.load_mode == "in_place":
             self._enter(current)
         load._check_abort()
+        current.loader.begin()
         if binding.start_update is not None and current.checkpoint_format:
             binding.start_update()
         load.in_loader = False

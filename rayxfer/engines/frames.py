@@ -53,6 +53,10 @@ KEY_BYTES = HEAD.size - 16
 _TOGETHER_BYTES = 64 << 20
 """So much of *there* may be told with one frame: threads that copy have to meet once per frame."""
 
+_VERSION_BYTES = 1 << 30
+"""So much of a *version*: nobody has anything to do before it is there, and readers that wake up for
+each bucket are in the sender's way. Often enough to be seen moving."""
+
 _MOST_THREADS = 4
 _MISSES = 3
 """A source of which so many buckets begin in no file is not looked at further: that has its cost."""
@@ -73,7 +77,8 @@ def send_frames(
         TransferError: the ring was aborted.
     """
     busy = getattr(iterator, "digests", None) is not None
-    told = _Told(ring, threads_per_reader(ring.num_readers, busy=busy))
+    threads = threads_per_reader(ring.num_readers, busy=busy)
+    told = _Told(ring, THERE, _TOGETHER_BYTES, threads)
     for bucket in layout.plan.buckets:
         ahead = _Ahead(iterator)
         may_be_placed = stable and told.misses < _MISSES and bucket.num_bytes
@@ -101,8 +106,8 @@ def threads_per_reader(readers: int, *, busy: bool) -> int:
 class _Told:
     """Offsets that were not told yet: of buckets in a row, in one file."""
 
-    def __init__(self, ring: RingWriter, threads: int) -> None:
-        self._ring, self._threads = ring, threads
+    def __init__(self, ring: RingWriter, kind: int, most_bytes: int, threads: int = 1) -> None:
+        self._ring, self._kind, self._most, self._threads = ring, kind, most_bytes, threads
         self._about: dict[str, Any] | None = None
         self._offsets = array("Q")
         self._num_bytes = 0
@@ -112,7 +117,7 @@ class _Told:
     def add(self, about: dict[str, Any], offsets: array[int], num_bytes: int) -> None:
         room = self._ring.slot_bytes - HEAD.size
         full = 8 * (len(self._offsets) + len(offsets)) > room
-        if self._about is not about or full or self._num_bytes + num_bytes > _TOGETHER_BYTES:
+        if self._about is not about or full or self._num_bytes + num_bytes > self._most:
             self.publish()
         self._about = about
         self._offsets += offsets
@@ -120,7 +125,7 @@ class _Told:
 
     def publish(self) -> None:
         if self._about is not None:
-            _tell(self._ring, _frame(self._about, self._offsets, self._threads), THERE)
+            _tell(self._ring, _frame(self._about, self._offsets, self._threads), self._kind)
         self._about, self._offsets, self._num_bytes = None, array("Q"), 0
 
 
@@ -219,6 +224,7 @@ def send_version(
         TransferError: the ring was aborted.
     """
     take = getattr(iterator, "take", None)
+    told = _Told(ring, VERSION, _VERSION_BYTES)
     for bucket, base in zip(layout.plan.buckets, layout.starts, strict=True):
         offsets = array("Q")
         for piece in bucket.pieces:
@@ -232,6 +238,7 @@ def send_version(
             copy(file.address + offset, flat.data_ptr(), piece.num_bytes)
             offsets.append(offset)
         if offsets:
-            _tell(ring, _frame(file.about, offsets), VERSION)
+            told.add(file.about, offsets, bucket.num_bytes)
     expect_end(iterator)
+    told.publish()
     ring.drain()

@@ -157,7 +157,7 @@ def _unit(bucket_size_bytes: int, readers: int) -> tuple[int, int]:
     """What goes into a slot, and how many slots there are: never more than two buckets in all.
 
     To one worker what counts is that a slot is still in the processor's cache, to several that they meet
-    seldom. Measured on 2 cores, 1 GiB, in parts of one memcpy's speed. One worker: 0.72 with 2 x 4 MiB, 0.94
+    seldom. Measured (2 cores, 1 GiB, in parts of memcpy): one worker 0.72 with 2 x 4 MiB, 0.94
     with 4 x 2. Two: 0.44 with 2 x 4, 0.43 with 4 x 2, 0.48 with 2 x 8, 0.29 with 4 x 4. Four: 0.27, 0.29,
     0.32, 0.21.
     """
