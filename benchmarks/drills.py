@@ -97,7 +97,7 @@ class Fleet:
         delay_s: float = 0.01,
     ) -> None:
         self.setting = f"{backend}, {load_mode}"
-        self.staged = load_mode == "staged"
+        self.staged = load_mode != "in_place"
         self.rng = rng
         self.tensors = size[0]
         self.transfer_s = self.tensors * delay_s
