@@ -180,13 +180,10 @@ class Stream:
         self._sent: set[int] = set()
         self._reading = Reading(source, metadata, version)
         self._fed = False
-        # so little that it need not be sent while it is read: one thread is enough for that
-        self._little = (
-            len(channels) == 1
-            and source.stable
-            and yields_at_once(source)
-            and sum(columns.num_bytes) <= _LITTLE_BYTES
-        )
+        # What is there already need not be read by a thread of its own: two that take turns at small
+        # tensors cost more than one.
+        self._alone = len(channels) == 1 and source.stable and yields_at_once(source)
+        self._little = sum(columns.num_bytes) <= _LITTLE_BYTES
         self.votes: dict[int, Vote] = {}
 
     @property
@@ -256,11 +253,17 @@ class Stream:
             )
 
     def _feed(self) -> None:
-        if self._little and (pairs := self._reading.at_once(self._columns)) is not None:
-            self._hand(pairs, 0, until_consumed=False)
-            for feed in self._feeds:
-                feed.close()
-            return
+        if self._alone:
+            pairs = self._reading.at_once(self._columns)
+            if pairs is not None:
+                self._hand(pairs, 0, until_consumed=False)
+                for feed in self._feeds:
+                    feed.close()
+                return
+            if not self._little:
+                self._alone = False
+                self._spawn(("feeder", 0, self._feed))
+                return
         one_by_one = not self._source.stable
         clone = one_by_one and not all(c.engine_cls.copies_before_next for c in self._channels)
         batch: list[tuple[str, torch.Tensor]] = []
@@ -291,7 +294,7 @@ class Stream:
         self, batch: list[tuple[str, torch.Tensor]], temporary_bytes: int, *, until_consumed: bool
     ) -> None:
         for feed in self._feeds:
-            feed.put(batch, temporary_bytes, wait=not self._little)
+            feed.put(batch, temporary_bytes, wait=not self._alone)
         if until_consumed:
             for feed in self._feeds:
                 feed.wait_consumed()
@@ -332,12 +335,13 @@ class Stream:
             for index in range(len(self._channels))
         ]
         feeding: _Step = ("feeder", 0, self._feed)
-        if self._little:
+        threads = [[feeding, *sending]] if self._alone else [[step] for step in (*sending, feeding)]
+        if self._alone and self._little:
             # first: it is soon done, and then no worker has to wait for what it sends
-            self._spawn(feeding, *sending)
+            self._spawn(*threads.pop())
         calls = Calls(first, "update", messages)
-        for step in () if self._little else (*sending, feeding):
-            self._spawn(step)
+        for steps in threads:
+            self._spawn(*steps)
         for link, future in zip(first, calls.futures(), strict=True):
             self._await(link, future)
         while True:
