@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from rayxfer.digest import digest
 from rayxfer.errors import RayxferError
 from rayxfer.packing import Piece
 
-__all__ = ["Feed"]
+__all__ = ["Batch", "Feed"]
 
 _SLICE_S = 1.0
 """Waits end by `abort` or `close`; they look again this often all the same."""
@@ -50,15 +50,18 @@ class Feed:
         self._closed = False
         self._finished = False
         self._error: RayxferError | None = None
+        self.pull: Callable[[], Iterator[tuple[Batch, int]]] | None = None
+        """Where the batches come from, if not by `put` from another thread."""
+        self._pulled: Iterator[tuple[Batch, int]] | None = None
         self.starved = False
         self.last_name: str | None = None
         self.handed = 0
         self.temporary_bytes = 0
 
-    def put(self, batch: Batch, temporary_bytes: int = 0, *, wait: bool = True) -> None:
-        """Hand over a batch, once there is room if `wait`. Raises the error of `abort`."""
+    def put(self, batch: Batch, temporary_bytes: int = 0) -> None:
+        """Hand over a batch once there is room. Raises the error of `abort`."""
         with self._changed:
-            self._wait(lambda: not wait or not self._batches)
+            self._wait(lambda: not self._batches)
             if self._finished:
                 return
             self._batches.append((batch, temporary_bytes))
@@ -163,6 +166,12 @@ class Feed:
         self.digests.append(hasher.value() if hasher is not None and taken else digest(current))
 
     def _next_batch(self) -> Batch:
+        if self.pull is not None:
+            if self._pulled is None:
+                self._pulled = self.pull()
+            batch, temporary_bytes = next(self._pulled)
+            self.temporary_bytes += temporary_bytes
+            return batch
         with self._changed:
             while True:
                 if self._error is not None:

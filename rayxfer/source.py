@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -135,11 +135,12 @@ class MappingSource(WeightSource):
         first = next(iter(self._tensors().values()), None)
         return torch.device("cpu") if first is None else first.device
 
-    def _unique(self) -> list[tuple[str, torch.Tensor, tuple[str, ...]]]:
+    def _unique(self) -> Iterable[tuple[str, torch.Tensor, tuple[str, ...]]]:
         groups: dict[Any, tuple[torch.Tensor, list[str]]] = {}
         tensors = self._tensors()
         if _all_apart(list(tensors.values())):
-            return [(apply_rename(n, self._rename), t, ()) for n, t in tensors.items()]
+            # one by one: ten thousand at a time call for Python's garbage collection
+            return ((apply_rename(n, self._rename), t, ()) for n, t in tensors.items())
         keys = tie_keys(tensors)
         for old, tensor in tensors.items():
             groups.setdefault(keys[old], (tensor, []))[1].append(apply_rename(old, self._rename))

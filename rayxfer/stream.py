@@ -8,7 +8,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +28,7 @@ from rayxfer.errors import (
     portable_cause,
 )
 from rayxfer.factory import WeightTransferEngineFactory
-from rayxfer.feed import Feed
+from rayxfer.feed import Batch, Feed
 from rayxfer.metadata import Columns, ParamMeta, metadata_to_wire
 from rayxfer.reading import Reading, yields_at_once
 from rayxfer.source import WeightSource
@@ -245,6 +245,8 @@ class Stream:
             args["push"] = push
         try:
             channel.engine_cls.trainer_send_weights(feed, args)
+            if feed.pull is not None and feed.handed == len(self._metadata):
+                next(feed, None)  # the source is to be over, whether or not the engine asks
         finally:
             feed.finish()
         if feed.handed != len(self._metadata):
@@ -253,20 +255,35 @@ class Stream:
             )
 
     def _feed(self) -> None:
-        if self._alone:
+        if self._alone and self._little:
             pairs = self._reading.at_once(self._columns)
             if pairs is not None:
                 self._hand(pairs, 0, until_consumed=False)
                 for feed in self._feeds:
                     feed.close()
                 return
-            if not self._little:
-                self._alone = False
-                self._spawn(("feeder", 0, self._feed))
-                return
+        if self._alone:
+            self._feeds[0].pull = self._pull
+            return
+        for batch, temporary_bytes in self._batches():
+            self._hand(batch, temporary_bytes, until_consumed=not self._source.stable)
+            del batch
+        for feed in self._feeds:
+            feed.close()
+
+    def _pull(self) -> Iterator[tuple[Batch, int]]:
+        """The batches, for the thread that sends to make them itself."""
+        try:
+            yield from self._batches()
+        except Exception as error:
+            self._events.put(("feeder", 0, error))  # the source's fault, not the channel's
+            raise
+
+    def _batches(self) -> Iterator[tuple[Batch, int]]:
+        """The source's tensors, some at a time, and how many bytes of them were made for this pass."""
         one_by_one = not self._source.stable
         clone = one_by_one and not all(c.engine_cls.copies_before_next for c in self._channels)
-        batch: list[tuple[str, torch.Tensor]] = []
+        batch: Batch = []
         batch_bytes = temporary_bytes = 0
         for meta, value, temporary in self._reading:
             if clone:
@@ -283,18 +300,18 @@ class Stream:
                 or len(batch) >= _BATCH_TENSORS
             ):
                 del value
-                self._hand(batch, temporary_bytes, until_consumed=one_by_one)
+                full, made = batch, temporary_bytes
                 batch, batch_bytes, temporary_bytes = [], 0, 0
+                yield full, made
+                del full
         if batch:
-            self._hand(batch, temporary_bytes, until_consumed=False)
-        for feed in self._feeds:
-            feed.close()
+            yield batch, temporary_bytes
 
     def _hand(
         self, batch: list[tuple[str, torch.Tensor]], temporary_bytes: int, *, until_consumed: bool
     ) -> None:
         for feed in self._feeds:
-            feed.put(batch, temporary_bytes, wait=not self._alone)
+            feed.put(batch, temporary_bytes)
         if until_consumed:
             for feed in self._feeds:
                 feed.wait_consumed()
