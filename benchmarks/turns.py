@@ -153,13 +153,26 @@ def copies_held(specs: Sequence[Spec]) -> int:
     return copies
 
 
+_FREED_S = 15.0
+
+
+def _free(wanted: float) -> int:
+    """Bytes that are free; waits for those that processes which were ended a moment ago still hold."""
+    deadline = time.monotonic() + _FREED_S
+    while True:
+        free = psutil.virtual_memory().available
+        if free >= wanted or time.monotonic() > deadline:
+            return int(free)
+        time.sleep(0.5)
+
+
 def check_memory(specs: Sequence[Spec], cases: Mapping[str, Shapes], title: str) -> None:
     """Raises: TooLarge."""
     need = sum(
         num_bytes(shapes) * copies_held([spec for spec in specs if spec.case == case])
         for case, shapes in cases.items()
     )
-    free = psutil.virtual_memory().available
+    free = _free(need / 0.85)
     if need > 0.85 * free:
         raise TooLarge(
             f"{title} needs about {need / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free: choose a "
