@@ -21,17 +21,18 @@ from rayxfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
 )
-from rayxfer.copying import is_memory
 from rayxfer.engines.collective import (
     Layouts,
+    Staging,
     TensorsUpdateInfo,
     deliver_alone,
     expect_end,
+    fill,
     merged_init_info,
     next_tensor,
 )
 from rayxfer.errors import BackendUnavailable, StateError, TransferError
-from rayxfer.packing import unpack, write_piece
+from rayxfer.packing import Bucket, Layout, as_bytes, plain, unpack
 
 __all__ = ["ObjectStoreEngine", "ObjectStoreInitInfo"]
 
@@ -44,6 +45,18 @@ class ObjectStoreInitInfo(WeightTransferInitInfo):
     """`bucket_size_bytes`: the sender's wire unit. Nothing else is needed."""
 
     bucket_size_bytes: int
+
+
+@dataclass
+class _Channel:
+    """The sender's end.
+
+    Attributes:
+        scratch: where a bucket of small tensors is put together.
+    """
+
+    layouts: Layouts
+    scratch: Staging
 
 
 class _Inbox:
@@ -155,40 +168,58 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, TensorsUpdateI
         iterator: Iterator[tuple[str, torch.Tensor]], trainer_args: dict[str, Any]
     ) -> None:
         """Put one round bucket by bucket; at most two are in flight."""
-        import numpy
-        import ray
-
-        layouts: Layouts = trainer_args["channel"]
+        channel: _Channel = trainer_args["channel"]
         push = trainer_args["push"]
-        layout = layouts.get(trainer_args["update_info"])
-        metadata, buckets = layout.metadata, layout.plan.buckets
-        take = getattr(iterator, "take", None)
+        layout = channel.layouts.get(trainer_args["update_info"])
+        buckets = layout.plan.buckets
         for bucket in buckets:
-            # ray.put copies, so one scratch buffer would do; but a fresh one is not zeroed and lets
-            # the put of this bucket overlap nothing of the next.
-            array = numpy.empty(bucket.num_bytes, dtype=numpy.uint8)
-            scratch = torch.from_numpy(array)
-            for piece in bucket.pieces:
-                tensor = next_tensor(iterator, metadata[piece.tensor])
-                if take is not None and piece.num_bytes and is_memory(tensor):
-                    take(array.ctypes.data + piece.offset_bytes, tensor.data_ptr(), tensor.nbytes)
-                else:
-                    write_piece(piece, tensor, scratch)
+            if bucket.num_bytes > layout.shared_bytes:
+                push.wait(bucket.index - _IN_FLIGHT)
+                ref = _put_alone(layout, bucket, iterator)
+            else:
+                # ray.put copies, so one buffer serves all, and is free again when it returns
+                scratch = channel.scratch.get(0, layout.shared_bytes)[: bucket.num_bytes]
+                fill(layout, bucket, iterator, scratch)
+                push.wait(bucket.index - _IN_FLIGHT)
+                ref = _put(scratch)
             last = bucket.index == len(buckets) - 1
             if last:
                 expect_end(iterator)
-            push.wait(bucket.index - _IN_FLIGHT)
-            push.send(bucket.index, [ray.put(array)], last=last)
+            push.send(bucket.index, [ref], last=last)
+            del ref
         if not buckets:
             expect_end(iterator)
         push.wait(len(buckets) - 1)
 
     @classmethod
-    def trainer_open(cls, plan: SessionPlan) -> tuple[Layouts, list[dict[str, Any]]]:
+    def trainer_open(cls, plan: SessionPlan) -> tuple[_Channel, list[dict[str, Any]]]:
         cls.check_available()
         own = {"bucket_size_bytes": plan.bucket_size_bytes}
         info = merged_init_info(own, plan.config.init_info)
-        return Layouts(plan.bucket_size_bytes), [dict(info) for _ in plan.workers]
+        channel = _Channel(Layouts(plan.bucket_size_bytes), Staging(torch.device("cpu"), 1))
+        return channel, [dict(info) for _ in plan.workers]
+
+    @classmethod
+    def trainer_close(cls, channel: _Channel) -> None:
+        channel.layouts.clear()
+        channel.scratch = Staging(torch.device("cpu"), 1)
+
+
+def _put(flat: torch.Tensor) -> Any:
+    """A reference to a copy of these bytes (flat uint8, on the CPU)."""
+    import ray
+
+    return ray.put(flat.numpy())
+
+
+def _put_alone(layout: Layout, bucket: Bucket, iterator: Iterator[tuple[str, torch.Tensor]]) -> Any:
+    """A tensor larger than a bucket is put from where it lies, before the next one is asked for."""
+    ref = None
+    for piece in bucket.pieces:
+        tensor = next_tensor(iterator, layout.metadata[piece.tensor])
+        if piece.num_bytes:
+            ref = _put(as_bytes(plain(tensor)).cpu())
+    return ref
 
 
 def _readonly_tensor(array: Any) -> torch.Tensor:
