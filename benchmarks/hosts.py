@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.hosts_fleet import PER_TENSOR, ray_cluster, serve
 from benchmarks.netns import Network, problem
 from benchmarks.tables import table
-from benchmarks.weights import Shapes, num_bytes, shapes_of
+from benchmarks.shapes import Shapes, equal_shapes, num_bytes
 
 _GIGA = 1_000_000_000
 
@@ -138,7 +138,7 @@ def main(argv: Sequence[str]) -> int:
     if why is not None:
         print(f"benchmarks.hosts cannot run here: {why}", file=sys.stderr)
         return 2
-    shapes = shapes_of(args.size_mib << 20, args.tensors)
+    shapes = equal_shapes(args.size_mib << 20, args.tensors)
     start = time.monotonic()
     load = os.getloadavg()
     where = "actors of a Ray cluster with a node per host" if args.ray else "processes without Ray"
