@@ -27,8 +27,8 @@ from typing import Any
 
 from benchmarks.hosts_fleet import PER_TENSOR, ray_cluster, serve
 from benchmarks.netns import Network, problem
-from benchmarks.tables import table
 from benchmarks.shapes import Shapes, equal_shapes, num_bytes
+from benchmarks.tables import table
 
 _GIGA = 1_000_000_000
 

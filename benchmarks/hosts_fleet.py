@@ -38,7 +38,7 @@ _START_S = 120.0
 def build(host: str, shapes: Shapes) -> torch.nn.Module:
     enter(host)
     torch.set_num_threads(1)
-    return Model(shapes)
+    return Model(make_weights(shapes))
 
 
 def poison(model: torch.nn.Module) -> None:
@@ -77,7 +77,7 @@ class _Actor(WorkerMixin):
 
     def __init__(self, shapes: Shapes) -> None:
         torch.set_num_threads(1)
-        self._model = Model(shapes)
+        self._model = Model(make_weights(shapes))
         self.rayxfer_bind(self._model)
 
     def run(self, function: Any, arguments: tuple[Any, ...]) -> Any:
