@@ -7,6 +7,7 @@ at; later `holds` compares without making a name.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Census:
         if not self.exact or module is not self._module:
             return False
         structure, values = _walk(module)
-        return structure == self._structure and _geometry(values) == self._geometry
+        return structure == self._structure and _has_geometry(values, self._geometry)
 
     def holds_memory(self, module: torch.nn.Module) -> bool:
         """`holds`, but for how the memory is laid out."""
@@ -94,6 +95,21 @@ def _geometry(tensors: list[torch.Tensor]) -> list[Any]:
         [tensor.stride() for tensor in tensors],
         [tensor.dtype for tensor in tensors],
     ]
+
+
+def _has_geometry(tensors: list[torch.Tensor], geometry: list[Any]) -> bool:
+    """Compared one by one: lists of ten thousand shapes that live at a time bring on Python's garbage
+    collector, which looks at all of the process."""
+    addresses, shapes, strides, dtypes = geometry
+    return (
+        _addresses(tensors) == addresses
+        and all(map(operator.eq, map(_SHAPE, tensors), shapes))
+        and all(map(operator.eq, map(torch.Tensor.stride, tensors), strides))
+        and all(map(operator.is_, map(_DTYPE, tensors), dtypes))
+    )
+
+
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def _addresses(tensors: list[torch.Tensor]) -> list[int]:

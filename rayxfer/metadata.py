@@ -6,6 +6,7 @@ Everything that arrives from another process is checked here before anything is 
 from __future__ import annotations
 
 import hashlib
+import operator
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -187,10 +188,12 @@ class Columns:
 
     def fit(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these are tensors just as described, all of them, in this order."""
+        # one by one: lists of thousands of shapes bring on Python's garbage collector
         return (
             self.names == tuple(names)
-            and self.dtypes == [tensor.dtype for tensor in tensors]
-            and self.shapes == [tensor.shape for tensor in tensors]
+            and len(tensors) == len(self.names)
+            and all(map(operator.is_, map(operator.attrgetter("dtype"), tensors), self.dtypes))
+            and all(map(operator.eq, map(operator.attrgetter("shape"), tensors), self.shapes))
         )
 
 
