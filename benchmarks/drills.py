@@ -39,6 +39,7 @@ from benchmarks.fleet import (
     state_of,
     until,
 )
+from benchmarks.tables import table
 from rayxfer import Controller, PartialUpdate, RayxferError, SyncReport, WeightTransferConfig
 from rayxfer.testing import Fault, faulty
 
@@ -101,7 +102,7 @@ class Fleet:
         self.rng = rng
         self.tensors = size[0]
         self.transfer_s = self.tensors * delay_s
-        self._build = lambda: Stamped(*size)
+        self._build: Callable[[], Stamped] = lambda: Stamped(*size)
         self.model = self._build()
         self._stamp = 0
         self.digests = {0: fingerprint(self.model)}
@@ -487,7 +488,7 @@ def summary(kills: Sequence[Kill]) -> str:
                 ]
             )
     head = ["killed", "setting", "kills", "mid-transfer", "call s", "back s", "next sync s", "bad"]
-    return reporting.table(head, rows)
+    return table(head, rows)
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:

@@ -128,7 +128,7 @@ def _vllm(model: torch.nn.Module, worker: ProcessWorker) -> float:
             names.append(name)
             dtypes.append(str(tensor.dtype).split(".")[-1])
             shapes.append(list(tensor.shape))
-            handles.append({uuid: reduce_tensor(tensor)})
+            handles.append({uuid: reduce_tensor(tensor)})  # type: ignore[no-untyped-call]
         info = {"names": names, "dtype_names": dtypes, "shapes": shapes, "ipc_handles": handles}
         worker.run(vllm_receive, info)
         if number:

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.netns import Network, enter
-from benchmarks.weights import Model, Shapes, as_numpy, make_weights
+from benchmarks.shapes import Shapes
+from benchmarks.weights import Model, as_numpy, make_weights
 from benchmarks.weights import poison as poison_tensors
 from benchmarks.weights import wrong_names as wrong_tensors
 from rayxfer import Controller, WeightTransferConfig, WorkerMixin
@@ -88,7 +89,7 @@ class _RayWorker:
     """As `ProcessWorker`."""
 
     def __init__(self, host: str, shapes: Shapes) -> None:
-        self.handle = ray.remote(num_cpus=0, resources={host: 1})(_Actor).remote(shapes)  # type: ignore[attr-defined]
+        self.handle = ray.remote(num_cpus=0, resources={host: 1})(_Actor).remote(shapes)
 
     def run(self, function: Any, *arguments: Any) -> Any:
         return ray.get(self.handle.run.remote(function, arguments), timeout=120)

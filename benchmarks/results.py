@@ -28,7 +28,7 @@ LABELS = {
 
 def label(row: Row) -> str:
     """What a newcomer reads."""
-    name: str = LABELS.get(row["name"], row["name"])
+    name = str(LABELS.get(row["name"], row["name"]))
     return f"{name}, verified" if row.get("verify") == "on" else name
 
 

@@ -43,7 +43,7 @@ class Decoder:
         shapes: Shapes = {}
         for layer in range(self.layers):
             at = f"model.layers.{layer}"
-            attention = {
+            attention: dict[str, tuple[int, ...]] = {
                 "q_proj": (queries, hidden),
                 "k_proj": (keys, hidden),
                 "v_proj": (keys, hidden),

@@ -49,6 +49,7 @@ from benchmarks.fleet import (
     token,
     until,
 )
+from benchmarks.tables import table
 from rayxfer import (
     Controller,
     ModuleSource,
@@ -676,7 +677,7 @@ def growth_table(samples: Sequence[dict[str, float]]) -> str:
         for key, first, last, slope, bad in growth(samples)
     ]
     head = ["in use", "2nd quarter", "last quarter", "slope per 100 rounds", ""]
-    return reporting.table(head, rows)
+    return table(head, rows)
 
 
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:

@@ -108,7 +108,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         type=_names(("on", "off")),
         help="on, off, or both, for all of them (default: both for shm and shm_placed)",
     )
-    add("--peers", type=_names(PEERS), default=list(PEERS), help=f"out of {','.join(PEERS)}")
+    add("--peers", type=_names(tuple(PEERS)), default=list(PEERS), help=f"out of {','.join(PEERS)}")
     add("--repeats", type=_count, help="turns of each contender (default 7)")
     add("--fixed-rounds", type=int, help="rounds of the fixed-cost part (default 60; 0: none)")
     add("--sweep-bytes", type=parse_bytes, help="size where something else varies (256MiB)")

@@ -26,7 +26,7 @@ def make_weights(shapes: Shapes) -> dict[str, torch.Tensor]:
     weights = {}
     for index, (name, shape) in enumerate(shapes.items()):
         tensor = torch.empty(shape, dtype=torch.int16)
-        for part, piece in enumerate(tensor.view(-1).split(_BLOCK)):
+        for part, piece in enumerate(torch.split(tensor.view(-1), _BLOCK)):
             torch.add(block[: piece.numel()], (index * 31 + part) % (1 << 15), out=piece)
         weights[name] = tensor.view(torch.bfloat16)
     return weights

@@ -205,7 +205,7 @@ class Trainer:
                 reference=reference,
             )
             self._optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self._optimizer.step()
             self._schedule.step()
@@ -232,7 +232,8 @@ def split_stale(
     groups: Sequence[Group], version: int, max_staleness_steps: int
 ) -> tuple[list[Group], list[Group]]:
     """(usable, stale) for a trainer at `version`."""
-    usable, stale = [], []
+    usable: list[Group] = []
+    stale: list[Group] = []
     for group in groups:
         late = version - group.weight_version > max_staleness_steps
         (stale if late else usable).append(group)
