@@ -80,7 +80,8 @@ class WorkerReport:
         seconds: from the first byte offered to its vote.
         backend: the engine that carried its bytes.
         reason: why that engine.
-        verified: "loaded" (its parameters' bytes were digested after the last bucket), "delivered"
+        verified: "loaded" (its parameters' bytes were digested after the last bucket; of a copy that
+            workers of one host share, by one of them), "delivered"
             (what arrived was digested before an opaque loader saw it), or "off".
         complete: whether every parameter of the worker was proven written; None: its loader does
             not say.
