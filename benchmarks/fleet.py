@@ -15,6 +15,7 @@ import ray
 import torch
 
 from actors import InferenceActor, TrainerActor
+from benchmarks import cluster
 
 VOCABULARY = 9973
 """Tokens of `Stamped.forward`; a prime, so that mixed stamps hardly ever look whole."""
@@ -162,10 +163,4 @@ def end_actors(actors: Sequence[Any]) -> None:
 
 def start_ray(object_store_bytes: int = 512 << 20) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    ray.init(
-        num_cpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=object_store_bytes,
-    )
+    cluster.start(object_store_bytes)

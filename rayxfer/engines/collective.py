@@ -31,6 +31,7 @@ __all__ = [
     "deliver_alone",
     "expect_end",
     "fill",
+    "landing_for",
     "landing_of",
     "merged_init_info",
     "next_tensor",
@@ -320,12 +321,14 @@ def landing_of(
 ) -> torch.Tensor | None:
     """Where the loader wants the bytes of the one tensor of this bucket that has any (flat uint8), if it
     has such a place on this device."""
+    index = next(piece.tensor for piece in bucket.pieces if piece.num_bytes)
+    return landing_for(load_weights, layout.metadata[index].name, device)
+
+
+def landing_for(load_weights: LoadWeights, name: str, device: torch.device) -> torch.Tensor | None:
+    """Where the loader wants the bytes of `name` (flat uint8), if it has such a place on this device."""
     find = getattr(load_weights, "landing", None)
-    if find is None:
-        return None
-    place: torch.Tensor | None = find(
-        layout.metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)].name
-    )
+    place: torch.Tensor | None = find(name) if find is not None else None
     return place if place is not None and place.device == device else None
 
 

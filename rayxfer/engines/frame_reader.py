@@ -12,9 +12,9 @@ import torch
 
 from rayxfer.base import LoadWeights
 from rayxfer.copying import copy_bytes
-from rayxfer.engines.collective import deliver, deliver_alone
+from rayxfer.engines.collective import deliver, deliver_alone, landing_for, landing_of
 from rayxfer.engines.frames import BYTES, HEAD, KEY_BYTES, VERSION
-from rayxfer.engines.ring import HOLDS, RingReader
+from rayxfer.engines.ring import RingReader
 from rayxfer.errors import ContractError
 from rayxfer.memfile import ForeignFile
 from rayxfer.packing import Bucket, Layout
@@ -29,6 +29,7 @@ _LARGE_BYTES = 1 << 20
 the bucket, which costs less than asking it for every single place."""
 
 _KEPT_FILES = 2
+_HOST = torch.device("cpu")
 
 
 def receive_frames(ring: RingReader, layout: Layout, load_weights: LoadWeights) -> None:
@@ -117,9 +118,9 @@ class FrameReader:
             views = self._views[key] = [_views(layout, one, file, places) for one in told]
         keep = getattr(load, "keep", None)
         if kind == VERSION and keep is not None:
-            say = self._ring.say
+            hold = self._ring.hold
             for some in views:
-                keep(some, file, lambda: say(HOLDS, numbers[2]))
+                keep(some, file, lambda: hold(numbers[2]))
         elif sum(one.num_bytes for one in told) < _LARGE_BYTES * count:
             for some in views:
                 if not getattr(load, "copies_only", False):
@@ -155,14 +156,13 @@ class FrameReader:
     ) -> None:
         """Copy tensors to their own places in the worker, all at once; what has no such place is copied to
         memory of its own and given away, bucket by bucket."""
-        landing = getattr(load_weights, "landing", None)
         progress = getattr(load_weights, "progress", None)
         landed: list[str] = []
         copies: list[tuple[int, int, int]] = []
         for bucket in buckets:
             for item in bucket:
-                place = landing(item.name) if landing is not None and item.num_bytes else None
-                if place is not None and place.device.type == "cpu":
+                place = landing_for(load_weights, item.name, _HOST) if item.num_bytes else None
+                if place is not None:
                     copies.append((place.data_ptr(), item.address, item.num_bytes))
                     landed.append(item.name)
         self._copy(copies, threads, progress)
@@ -223,8 +223,8 @@ class FrameReader:
     def _receive_large(self, layout: Layout, bucket: Bucket, load_weights: LoadWeights) -> None:
         ring = self._ring
         progress = getattr(load_weights, "progress", None)
-        meta = layout.metadata[next(p.tensor for p in bucket.pieces if p.num_bytes)]
-        target, landed = _target(load_weights, meta.name, bucket.num_bytes)
+        place = landing_of(load_weights, layout, bucket, _HOST)
+        target = place if place is not None else torch.empty(bucket.num_bytes, dtype=torch.uint8)
         for start in range(0, bucket.num_bytes, ring.slot_bytes):
             part = target[start : start + ring.slot_bytes]
             slot = ring.slot()
@@ -232,7 +232,7 @@ class FrameReader:
             ring.release()
             if progress is not None:
                 progress(0)
-        deliver_alone(layout, bucket, target, load_weights, landed=landed)
+        deliver_alone(layout, bucket, target, load_weights, landed=place is not None)
 
 
 def _with_bytes(bucket: Bucket) -> int:
@@ -273,12 +273,3 @@ def _views(
             raise ContractError(f"shm: {meta.name!r} is said to lie past its file's end")
         views.append((meta.name, part.view(meta.dtype).view(meta.shape)))
     return views
-
-
-def _target(load_weights: LoadWeights, name: str, num_bytes: int) -> tuple[torch.Tensor, bool]:
-    """Where a large tensor is put together: its own place in the worker, or memory to give away."""
-    landing = getattr(load_weights, "landing", None)
-    place = landing(name) if landing is not None else None
-    if place is not None and place.device.type == "cpu":
-        return place, True
-    return torch.empty(num_bytes, dtype=torch.uint8), False

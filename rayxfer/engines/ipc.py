@@ -140,14 +140,7 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
         self._layouts = Layouts(init_info.bucket_size_bytes)
         try:
             self._events = [self._device.open_ready(bytes.fromhex(one)) for one in init_info.events]
-            self._ring = RingReader(
-                reader=self.parallel_config.rank,
-                pid=init_info.pid,
-                fd=init_info.fd,
-                inode=init_info.inode,
-                file_bytes=init_info.file_bytes,
-                nonce=init_info.nonce,
-            )
+            self._ring = RingReader.of(init_info, self.parallel_config.rank)
         except (TransferError, BackendUnavailable) as error:  # now, so that "auto" goes another way
             raise BackendUnavailable(
                 f"backend 'ipc' does not work between these processes: {error.message}", cause=error

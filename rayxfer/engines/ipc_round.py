@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rayxfer.base import LoadWeights, SessionPlan
-from rayxfer.engines.collective import Layouts, expect_end, next_tensor
+from rayxfer.engines.collective import Layouts, expect_end, landing_for, next_tensor
 from rayxfer.engines.device import Device, Ready
 from rayxfer.engines.handles import MAX_TENSORS, NO_EVENT, NOTHING, Exports, Frame, Imports
 from rayxfer.engines.ring import RingWriter
@@ -288,10 +288,7 @@ class Reader:
     def _take_part(self, frame: Frame, start: int, length: int) -> None:
         meta = self._layout.metadata[frame.first]
         if self._part is None:
-            find = getattr(self._load, "landing", None)
-            place = find(meta.name) if find is not None else None
-            if place is not None and place.device != self._device.torch_device:
-                place = None
+            place = landing_for(self._load, meta.name, self._device.torch_device)
             target = (
                 place
                 if place is not None

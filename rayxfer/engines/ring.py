@@ -14,6 +14,7 @@ import platform
 import struct
 import threading
 import time
+from typing import Any
 
 import torch
 
@@ -26,8 +27,9 @@ _LINE = 64  # one cache line per counter: no false sharing
 _HEAD = 2 * _LINE  # after magic + nonce, and the geometry
 _SLICE_S = 0.05
 _SPINS = 20
-HOLDS = 8
-"""What a reader may say, as places in its line: the file whose weights it uses."""
+_DESCRIPTION = ("pid", "fd", "inode", "file_bytes", "nonce")
+_WORD = 8
+"""Where in a reader's line the word is that it holds."""
 _LEFT = (1 << 64) - 1
 """A reader that has left is done with every frame there will ever be."""
 
@@ -176,9 +178,9 @@ class RingWriter:
                 self._memory.wait_change(_tail(reader), seen, _SLICE_S)
         self.lagging = None
 
-    def said(self, what: int) -> list[int]:
-        """The last word about `what` (`HOLDS`) from each reader; 0: none yet."""
-        return [self._memory.read(_tail(reader) + what) for reader in range(self._readers)]
+    def held(self) -> list[int]:
+        """The last word that each reader said with `hold`; 0: none yet."""
+        return [self._memory.read(_tail(reader) + _WORD) for reader in range(self._readers)]
 
     @property
     def turn(self) -> int:
@@ -225,6 +227,11 @@ class RingReader:
         ConfigError: the description is none.
     """
 
+    @classmethod
+    def of(cls, info: Any, reader: int) -> RingReader:
+        """From an init info that has what `RingWriter.describe` said among its attributes."""
+        return cls(reader=reader, **{key: getattr(info, key) for key in _DESCRIPTION})
+
     def __init__(
         self, *, reader: int, pid: int, fd: int, inode: int, file_bytes: int, nonce: str
     ) -> None:
@@ -266,9 +273,9 @@ class RingReader:
         """What the next frame is, once `slot` has returned it."""
         return self._memory.read(_kind(self._readers, self._tail % self._slots))
 
-    def say(self, what: int, word: int) -> None:
-        """A word of this reader's own, for the writer (see `RingWriter.said`)."""
-        self._memory.write(_tail(self._reader) + what, word)
+    def hold(self, word: int) -> None:
+        """A word of this reader's own, for the writer (see `RingWriter.held`)."""
+        self._memory.write(_tail(self._reader) + _WORD, word)
 
     def release(self) -> None:
         """Done with the slot: the writer may fill it again."""

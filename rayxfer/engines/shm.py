@@ -21,7 +21,7 @@ from rayxfer.base import (
 from rayxfer.engines.collective import Layouts, TensorsUpdateInfo, merged_init_info
 from rayxfer.engines.frame_reader import FrameReader
 from rayxfer.engines.frames import send_frames, send_version
-from rayxfer.engines.ring import HOLDS, RingReader, RingWriter
+from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.engines.versions import Versions
 from rayxfer.errors import StateError
 from rayxfer.memfile import check_system
@@ -78,14 +78,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Map the sender's ring. Raises BackendUnavailable where it cannot be opened."""
         self._layouts = Layouts(init_info.bucket_size_bytes)
-        self._ring = RingReader(
-            reader=self.parallel_config.rank,
-            pid=init_info.pid,
-            fd=init_info.fd,
-            inode=init_info.inode,
-            file_bytes=init_info.file_bytes,
-            nonce=init_info.nonce,
-        )
+        self._ring = RingReader.of(init_info, self.parallel_config.rank)
         self._reader = FrameReader(self._ring)
 
     def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
@@ -118,7 +111,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
         if channel.versions is None or trainer_args.get("partial") or not layout.file_bytes:
             send_frames(ring, layout, iterator, stable=bool(trainer_args.get("stable")))
             return
-        channel.versions.learn(channel.workers, ring.said(HOLDS))
+        channel.versions.learn(channel.workers, ring.held())
         send_version(ring, layout, iterator, channel.versions.pick(layout.file_bytes))
 
     @classmethod
