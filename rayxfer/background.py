@@ -31,11 +31,11 @@ from rayxfer.errors import (
     TransferTimeout,
 )
 from rayxfer.memfile import MemoryFile
-from rayxfer.metadata import ParamMeta
+from rayxfer.metadata import Columns, ParamMeta
 from rayxfer.packing import align
 from rayxfer.reading import Reading
 from rayxfer.report import SyncReport
-from rayxfer.source import WeightSource, checked_metadata
+from rayxfer.source import Standing, WeightSource, checked_metadata
 from rayxfer.threads import gpu_of_this_thread
 
 if TYPE_CHECKING:
@@ -75,6 +75,15 @@ class Snapshot(WeightSource):
 
     def weights_device(self) -> torch.device:
         return self._device
+
+    def _standing(self, known: Columns) -> Standing | None:
+        tensors = self._tensors
+        if any(known.aliases) or not all(map(is_memory, tensors)):
+            return None
+        if not known.fit([meta.name for meta in self._metadata], tensors):
+            return None
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return Standing(known.names, tensors, addresses, known.num_bytes)
 
 
 class Snapshots:

@@ -18,7 +18,7 @@ import torch
 from rayxfer.copying import is_memory
 from rayxfer.packing import as_bytes, plain
 
-__all__ = ["digest", "digest_many", "digest_memories", "memory"]
+__all__ = ["digest", "digest_many", "digest_memories", "digest_memory", "memory"]
 
 _SMALL_BYTES = 1 << 20
 
@@ -39,6 +39,14 @@ def memory(tensor: torch.Tensor) -> Any:
     """
     size = tensor.nbytes
     return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
+
+
+def digest_memory(address: int, num_bytes: int) -> int:
+    """The same of dense bytes in the host's memory, which the caller keeps alive."""
+    import xxhash
+
+    part = (ctypes.c_char * num_bytes).from_address(address) if num_bytes else b""
+    return int(xxhash.xxh3_64_intdigest(part))
 
 
 def digest_many(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from rayxfer.copying import PIECE_BYTES, Hasher, copy_bytes, copy_many, is_memory
-from rayxfer.digest import digest
+from rayxfer.copying import PIECE_BYTES, Hasher, copy_bytes, copy_many
+from rayxfer.digest import digest, digest_memory
 from rayxfer.errors import RayxferError
-from rayxfer.packing import Piece
+from rayxfer.packing import Packed
+from rayxfer.source import Standing
 
 __all__ = ["Batch", "Feed"]
 
@@ -47,6 +48,7 @@ class Feed:
         self._batches: deque[tuple[Batch, int]] = deque()
         self._local: Batch = []
         self._at = 0
+        self._standing: Standing | None = None
         self._closed = False
         self._finished = False
         self._error: RayxferError | None = None
@@ -66,6 +68,11 @@ class Feed:
                 return
             self._batches.append((batch, temporary_bytes))
             self._changed.notify_all()
+
+    def stand(self, standing: Standing) -> None:
+        """All of the pass at once, instead of `put` and `close`: before the consumer asks for anything."""
+        self._standing = standing
+        self._closed = True
 
     def wait_consumed(self) -> None:
         """Return once all that was put is done with: the next one was asked for. Raises as `put`."""
@@ -107,11 +114,17 @@ class Feed:
         if self._error is not None:
             raise self._error
         self._digest_current()
-        while self._at >= len(self._local):
-            self._local, self._at = [], 0
-            self._local = self._next_batch()
-        item = self._local[self._at]
-        self._at += 1
+        standing = self._standing
+        if standing is not None:
+            if self.handed == len(standing.names):
+                raise StopIteration
+            item = standing.names[self.handed], standing.tensors[self.handed].detach()
+        else:
+            while self._at >= len(self._local):
+                self._local, self._at = [], 0
+                self._local = self._next_batch()
+            item = self._local[self._at]
+            self._at += 1
         self.last_name = item[0]
         self.handed += 1
         if self.digests is not None:
@@ -130,32 +143,55 @@ class Feed:
             hasher = self._hasher = Hasher()
         copy_bytes(target, source, num_bytes, hasher)
 
-    def pack(self, address: int, pieces: Sequence[Piece], start: int) -> int:
-        """Copy what is here already to its places from `address` on, for `pieces[start:]`, which are
-        those handed out next: as long as it is small, and dense memory of the host. Returns how many;
-        they count as handed out."""
+    def places(self, packed: Packed) -> Sequence[int] | None:
+        """The addresses of these tensors, which are those to be handed out next: dense memory of the host,
+        which stays as it is until the pass is over. None where that is not known."""
+        standing = self._standing
+        if standing is None or not self._comes_next(standing, packed, 0):
+            return None
+        return standing.addresses[packed.first : packed.first + len(packed.sizes)]
+
+    def skip(self, packed: Packed) -> None:
+        """What `places` told of counts as handed out: somebody reads it where it lies."""
         if self._error is not None:
             raise self._error
         self._digest_current()
-        here = self._local
-        if pieces[start].tensor != self.handed:
+        places = self.places(packed)
+        if places is None:
+            raise ValueError("skip without places")
+        if self.digests is not None:
+            self.digests.extend(map(digest_memory, places, packed.sizes))
+        self._count(packed, len(packed.sizes))
+
+    def pack(self, address: int, packed: Packed, start: int) -> int:
+        """Copy to their places from `address` on those of `packed`'s tensors that come next, from `start`
+        on, as long as they are small, and known to be dense memory of the host. Returns how many; they
+        count as handed out."""
+        if self._error is not None:
+            raise self._error
+        self._digest_current()
+        standing = self._standing
+        if standing is None or not self._comes_next(standing, packed, start):
             return 0
-        targets: list[int] = []
-        sources: list[int] = []
-        sizes: list[int] = []
-        for at in range(self._at, min(len(here), self._at + len(pieces) - start)):
-            piece, tensor = pieces[start + at - self._at], here[at][1]
-            if piece.num_bytes > PIECE_BYTES or not is_memory(tensor):
-                break
-            targets.append(address + piece.offset_bytes)
-            sources.append(tensor.data_ptr())
-            sizes.append(piece.num_bytes)
-        if sizes:
-            copy_many(targets, sources, sizes, self.digests)
-            self._at += len(sizes)
-            self.handed += len(sizes)
-            self.last_name = here[self._at - 1][0]
-        return len(sizes)
+        stop = packed.until(start, PIECE_BYTES)
+        if stop > start:
+            targets = [address + offset for offset in packed.offsets[start:stop]]
+            sources = standing.addresses[self.handed : self.handed + stop - start]
+            copy_many(targets, sources, packed.sizes[start:stop], self.digests)
+            self._count(packed, stop)
+        return stop - start
+
+    def _comes_next(self, standing: Standing, packed: Packed, start: int) -> bool:
+        here = slice(packed.first, packed.first + len(packed.sizes))
+        return (
+            packed.first + start == self.handed
+            and standing.names[here] == packed.names
+            and standing.sizes[here] == packed.sizes
+        )
+
+    def _count(self, packed: Packed, stop: int) -> None:
+        self.handed = packed.first + stop
+        self.last_name = packed.names[stop - 1]
 
     def _digest_current(self) -> None:
         current, hasher = self._current, self._hasher

@@ -160,6 +160,14 @@ class WeightLoader:
     def landed(self, index: int) -> None:
         """The bytes of `landing(index)` are complete."""
 
+    def landings(self, run: slice) -> Sequence[int] | None:
+        """The addresses to which these tensors' bytes may be copied, or None if not all of them have one
+        place each in the host's memory that takes bytes as they are."""
+        return None
+
+    def landed_all(self, run: slice) -> None:
+        """The bytes of `landings(run)` are complete."""
+
     def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
         """Take some tensors, by their index in the metadata."""
         raise NotImplementedError
@@ -233,6 +241,7 @@ class _Places:
     Attributes:
         small: 1 for an entry that one call copies together with its neighbours: one plain target.
         targets: that target.
+        addresses: of its memory, on the host.
         memories: of all targets in order, if each is its dense bytes on the host; else None.
     """
 
@@ -242,9 +251,18 @@ class _Places:
             for places in targets
         )
         self.targets = [places[0].tensor if places else _NOTHING for places in targets]
+        self.addresses = [places[0].address if places else 0 for places in targets]
+        self._in_memory = bytearray(
+            len(places) == 1 and places[0].plain and places[0].tensor.is_cpu for places in targets
+        )
         flat = [place for places in targets for place in places]
         dense = all(p.address or (p.plain and not p.tensor.nbytes) for p in flat)
         self.memories = [memory(place.tensor) for place in flat] if dense else None
+
+    def in_memory(self, run: slice) -> bool:
+        """Whether each of these has one target, plain memory of the host: then `addresses` has it."""
+        found = self._in_memory.count(1, run.start, run.stop)
+        return found == int(run.stop - run.start)
 
     def run(self, items: list[tuple[int, torch.Tensor]]) -> slice | None:
         """Where `items` are neighbours in the offer, in its order, and small: their slice of it."""
@@ -524,6 +542,15 @@ class ModuleLoader(WeightLoader):
 
     def landed(self, index: int) -> None:
         self._written.add(index)
+
+    def landings(self, run: slice) -> Sequence[int] | None:
+        if not self._places.in_memory(run):
+            return None
+        self._touched = True
+        return self._places.addresses[run]
+
+    def landed_all(self, run: slice) -> None:
+        self._written.update(range(run.start, run.stop))
 
     def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
         self._touched = True

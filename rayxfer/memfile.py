@@ -25,7 +25,7 @@ import torch
 
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
 
-__all__ = ["ForeignFile", "MemoryFile", "create", "find", "map_file", "open_other"]
+__all__ = ["ForeignFile", "MemoryFile", "create", "file_size", "find", "map_file", "open_other"]
 
 PAGE_BYTES = 4096
 MAGIC = b"rayxfer1"
@@ -171,6 +171,11 @@ def find(address: int, num_bytes: int) -> tuple[dict[str, int | str], int] | Non
     if address < start or address + num_bytes > start + mapped.num_bytes:
         return None
     return mapped.about, address - start
+
+
+def file_size(about: dict[str, int | str]) -> int:
+    """How many bytes there are for tensors in a file of this description."""
+    return int(about["file_bytes"]) - PAGE_BYTES
 
 
 class MemoryFile:

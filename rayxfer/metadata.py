@@ -182,6 +182,7 @@ class Columns:
 
     def __init__(self, metadata: Sequence[ParamMeta]) -> None:
         self.names = tuple(meta.name for meta in metadata)
+        self.aliases = tuple(meta.aliases for meta in metadata)
         self.dtypes = [meta.dtype for meta in metadata]
         self.shapes = [meta.shape for meta in metadata]
         self.num_bytes = [meta.num_bytes for meta in metadata]

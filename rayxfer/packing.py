@@ -125,6 +125,34 @@ def view_piece(piece: Piece, meta: ParamMeta, buffer: torch.Tensor) -> torch.Ten
     return buffer[piece.offset_bytes : end].view(meta.dtype).view(meta.shape)
 
 
+class Packed:
+    """A bucket's tensors by their fields, for handling them without looking at each.
+
+    Attributes:
+        first: index of the first in the metadata; they are neighbours.
+        names, offsets, sizes: one entry per tensor; where in the bucket and how long, in bytes.
+        count: how many of them have any bytes.
+    """
+
+    __slots__ = ("_largest", "count", "first", "names", "offsets", "sizes")
+
+    def __init__(self, bucket: Bucket, metadata: Sequence[ParamMeta]) -> None:
+        pieces = bucket.pieces
+        self.first = pieces[0].tensor
+        self.names = tuple([metadata[piece.tensor].name for piece in pieces])
+        self.offsets = [piece.offset_bytes for piece in pieces]
+        self.sizes = [piece.num_bytes for piece in pieces]
+        self.count = sum(1 for size in self.sizes if size)
+        self._largest = max(self.sizes)
+
+    def until(self, start: int, most_bytes: int) -> int:
+        """The first from `start` on that is longer than this, or the end."""
+        sizes = self.sizes
+        if self._largest <= most_bytes:
+            return len(sizes)
+        return next((i for i in range(start, len(sizes)) if sizes[i] > most_bytes), len(sizes))
+
+
 class Layout:
     """Metadata with its bucket plan, and the views of buffers that are used round after round.
 
@@ -135,6 +163,8 @@ class Layout:
     def __init__(self, metadata: Sequence[ParamMeta], bucket_size_bytes: int) -> None:
         self.metadata = tuple(metadata)
         self.plan = plan_buckets(self.metadata, bucket_size_bytes)
+        self.packed = [Packed(bucket, self.metadata) for bucket in self.plan.buckets]
+        """By bucket."""
         sizes = (bucket.num_bytes for bucket in self.plan.buckets)
         self.shared_bytes = max((n for n in sizes if n <= bucket_size_bytes), default=0)
         """The largest bucket but for tensors that travel alone. Buffers have this size from the start:

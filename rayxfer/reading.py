@@ -9,7 +9,7 @@ import torch
 
 from rayxfer.copying import is_memory
 from rayxfer.errors import ContractError, RayxferError, TransferError, portable_cause
-from rayxfer.metadata import Columns, ParamMeta
+from rayxfer.metadata import ParamMeta
 from rayxfer.packing import plain
 from rayxfer.source import MappingSource, WeightSource, whole
 
@@ -61,23 +61,6 @@ class Reading:
                 f"missing is {metadata[count].name!r}",
                 name=metadata[count].name,
             )
-
-    def at_once(self, columns: Columns) -> list[tuple[str, torch.Tensor]] | None:
-        """All of a `MappingSource`'s tensors, where each is dense memory of the host and as declared;
-        None where one is not, and iteration is to say what about it. Waits for nothing."""
-        if not yields_at_once(self._source):
-            return None
-        try:
-            pairs = list(self._source)
-        except Exception as error:
-            raise self._source_error(error) from error
-        tensors = [tensor for _, tensor in pairs]
-        usual = {torch.Tensor}.issuperset(map(type, tensors))
-        if not usual or not columns.fit([name for name, _ in pairs], tensors):
-            return None
-        if any(t.layout is not torch.strided or t.requires_grad for t in tensors):
-            return None
-        return pairs if all(map(is_memory, tensors)) else None
 
     def _items(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The source's own iteration, timed, its errors labelled."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import Any, Protocol
 
 from rayxfer.background import Snapshots, Turns
 from rayxfer.channel import Calls, Channel, Link, connect
@@ -40,7 +40,7 @@ from rayxfer.gpus import link_between, uuid_of
 from rayxfer.metadata import Columns, ParamMeta, metadata_digest, metadata_to_wire
 from rayxfer.packing import ALIGNMENT_BYTES
 from rayxfer.report import KEEPER_RANK, SyncReport, WorkerReport, WorkerState
-from rayxfer.source import MappingSource, WeightSource, checked_metadata
+from rayxfer.source import Standing, WeightSource, checked_metadata
 from rayxfer.stream import Broken, Stream, Vote, cancelled
 from rayxfer.topology import (
     Facts,
@@ -110,7 +110,6 @@ class _Offer:
         self.columns = Columns(metadata)
         self.wire = metadata_to_wire(metadata)
         self.num_bytes = sum(self.columns.num_bytes)
-        self.aliased = bool(self.wire["aliases"])
 
 
 @dataclass
@@ -118,6 +117,7 @@ class _Call:
     """One `sync`: what all phases share."""
 
     source: WeightSource
+    standing: Standing | None
     offer: _Offer
     partial: bool
     round_id: int
@@ -221,7 +221,7 @@ class Sender:
     def sync(self, source: WeightSource, *, version: int | None, partial: bool) -> SyncReport:
         """One round. See `Controller.sync_weights` for errors and the state after them."""
         start = time.monotonic()
-        offer = self._described(source)
+        offer, standing = self._described(source)
         process = self._local_facts().to_wire()
         grant = self._coordinator.begin(
             {
@@ -236,6 +236,7 @@ class Sender:
         )
         call = _Call(
             source,
+            standing,
             offer,
             partial,
             grant["round_id"],
@@ -269,21 +270,19 @@ class Sender:
             )
         return report
 
-    def _described(self, source: WeightSource) -> _Offer:
-        """The source's metadata, checked, with its digest; remembered, since it rarely changes."""
-        last = None if self._last is None else self._last[1]
-        if (
-            last is not None
-            and not last.aliased
-            and _is_plain(source)
-            and source.offers(last.columns)
-        ):
-            return last
+    def _described(self, source: WeightSource) -> tuple[_Offer, Standing | None]:
+        """The source's metadata, checked, with its digest (remembered, since it rarely changes); and its
+        tensors, where they are there already."""
+        if self._last is not None:
+            standing = source._standing(self._last[1].columns)
+            if standing is not None:
+                return self._last[1], standing
         offered = source.metadata()
-        if self._last is None or self._last[0] != offered:
-            metadata = checked_metadata(source, offered)
-            self._last = (list(offered), _Offer(metadata))
-        return self._last[1]
+        if self._last is not None and self._last[0] == offered:
+            return self._last[1], None
+        offer = _Offer(checked_metadata(source, offered))
+        self._last = (list(offered), offer)
+        return offer, source._standing(offer.columns)
 
     def _run(self, call: _Call) -> None:
         limit = 8 + 2 * len(
@@ -352,9 +351,11 @@ class Sender:
             self._facts = local_facts()
         return self._facts
 
-    def _facts_of(self, source: WeightSource) -> Facts:
+    def _facts_of(self, call: _Call) -> Facts:
         """This process's facts, with the device on which the source's tensors are now."""
-        device = source.weights_device()
+        if call.standing is not None:
+            return self._local_facts()
+        device = call.source.weights_device()
         if device.type != "cuda":
             return self._local_facts()
         return dataclasses.replace(
@@ -395,7 +396,7 @@ class Sender:
 
     def _ensure_channels(self, call: _Call, links: list[Link]) -> None:
         """Channels over exactly these links; those that fit stay, the others are opened."""
-        sender = self._facts_of(call.source)
+        sender = self._facts_of(call)
         groups: dict[str, list[Link]] = {}
         for link in links:
             assert link.facts is not None  # only a worker that was never reached has none
@@ -440,7 +441,7 @@ class Sender:
         engine_cls = entry.load()
         # never more than the model
         total = sum(m.num_bytes + ALIGNMENT_BYTES for m in call.metadata)
-        sender = self._facts_of(call.source)
+        sender = self._facts_of(call)
         members = [sender, *(link.facts for link in group if link.facts is not None)]
         wanted = self._config.bucket_size_bytes or bucket_size(
             engine_cls.default_bucket_size_bytes, members
@@ -651,8 +652,9 @@ class Sender:
         stream = Stream(
             channels=self._channels,
             source=call.source,
+            standing=call.standing,
             metadata=call.metadata,
-            columns=call.offer.columns,
+            num_bytes=call.offer.num_bytes,
             wire=call.offer.wire,
             config=self._config,
             base_message={**self._base, **call.ids()},
@@ -868,15 +870,6 @@ class Sender:
             unchanged=unchanged,
             control_calls=max((row.link.calls for row in call.rows.values()), default=0),
         )
-
-
-def _is_plain(source: WeightSource) -> TypeGuard[MappingSource]:
-    """Whether a source's metadata are what `MappingSource` makes of its tensors."""
-    return (
-        isinstance(source, MappingSource)
-        and type(source).metadata is MappingSource.metadata
-        and type(source)._unique is MappingSource._unique
-    )
 
 
 def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError | None:

@@ -148,14 +148,19 @@ class _Columns(Columns):
         super().__init__(metadata)
         self.index = {name: index for index, name in enumerate(self.names)}
 
-    def run(self, weights: Sequence[tuple[str, torch.Tensor]]) -> slice | None:
-        """Where `weights` are neighbours in the offer, and just as offered: their slice of it."""
-        first = self.index.get(weights[0][0]) if weights else None
+    def neighbours(self, names: tuple[str, ...]) -> slice | None:
+        """Where these names are in the offer, side by side in this order."""
+        first = self.index.get(names[0]) if names else None
         if first is None:
             return None
-        here = slice(first, first + len(weights))
-        names, tensors = zip(*weights, strict=True)
-        if names != self.names[here] or not _TENSORS.issuperset(map(type, tensors)):
+        here = slice(first, first + len(names))
+        return here if names == self.names[here] else None
+
+    def run(self, weights: Sequence[tuple[str, torch.Tensor]]) -> slice | None:
+        """Where `weights` are neighbours in the offer, and just as offered: their slice of it."""
+        names, tensors = zip(*weights, strict=True) if weights else ((), ())
+        here = self.neighbours(names)
+        if here is None or not _TENSORS.issuperset(map(type, tensors)):
             return None
         fits = [tensor.dtype for tensor in tensors] == self.dtypes[here]
         fits = fits and [tensor.shape for tensor in tensors] == self.shapes[here]
@@ -198,6 +203,27 @@ class _LoadWeights:
         index = self._take(name)
         self._round.loader.landed(index)
         self._count(name, self._round.metadata[index].num_bytes)
+
+    def landings(self, names: tuple[str, ...], sizes: Sequence[int]) -> Sequence[int] | None:
+        """The addresses to which the bytes of these tensors may be copied, neighbours in the offer, each
+        of so many bytes; None where not every one has such a place in the host's memory. Follow up with
+        `landed_all(names)`."""
+        self._check_abort()
+        here = self._columns.neighbours(names)
+        if self.loader_error is not None or here is None or 1 in self._handed[here]:
+            return None
+        if self._columns.num_bytes[here] != sizes:
+            return None
+        return self._round.loader.landings(here)
+
+    def landed_all(self, names: tuple[str, ...]) -> None:
+        """All bytes of `landings(names, …)` were written."""
+        here = self._columns.neighbours(names)
+        assert here is not None
+        self._handed[here] = b"\1" * len(names)
+        self._round.loader.landed_all(here)
+        self._count(names[-1], sum(self._columns.num_bytes[here]))
+        self._check_abort()
 
     def progress(self, num_bytes: int) -> None:
         """Bytes arrived that no `load_weights` call has shown yet: keeps a slow link from looking

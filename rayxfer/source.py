@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +57,21 @@ def apply_rename(name: str, rename: Rename | None) -> str:
     return new
 
 
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Tensors that are there already, each of them dense bytes in the host's memory: what a pass over such
+    a source would yield, without the pass.
+
+    Attributes:
+        names, tensors, addresses, sizes: one entry per tensor; sizes in bytes.
+    """
+
+    names: tuple[str, ...]
+    tensors: Sequence[torch.Tensor]
+    addresses: Sequence[int]
+    sizes: Sequence[int]
+
+
 class WeightSource(ABC):
     """Weights on offer. Subclass it for whatever shape your trainer's weights are in.
 
@@ -81,6 +98,11 @@ class WeightSource(ABC):
 
     def held_names(self) -> Collection[str] | None:
         """Names that this trainer rank can yield; None (the default): all of them."""
+        return None
+
+    def _standing(self, known: Columns) -> Standing | None:
+        """What iteration would yield, if `metadata()` would be `known`. None may also mean that it was not
+        looked into. For rayxfer's own sources: iteration is not asked then."""
         return None
 
 
@@ -136,11 +158,17 @@ class MappingSource(WeightSource):
         return torch.device("cpu") if first is None else first.device
 
     def _unique(self) -> Iterable[tuple[str, torch.Tensor, tuple[str, ...]]]:
-        groups: dict[Any, tuple[torch.Tensor, list[str]]] = {}
         tensors = self._tensors()
-        if _all_apart(list(tensors.values())):
+        values = list(tensors.values())
+        if _all_on_host(values) and _all_apart(_addresses(values)):
             # one by one: ten thousand at a time call for Python's garbage collection
             return ((apply_rename(n, self._rename), t, ()) for n, t in tensors.items())
+        return self._grouped(tensors)
+
+    def _grouped(
+        self, tensors: dict[str, torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor, tuple[str, ...]]]:
+        groups: dict[Any, tuple[torch.Tensor, list[str]]] = {}
         keys = tie_keys(tensors)
         for old, tensor in tensors.items():
             groups.setdefault(keys[old], (tensor, []))[1].append(apply_rename(old, self._rename))
@@ -156,19 +184,30 @@ class MappingSource(WeightSource):
             for name, tensor, aliases in self._unique()
         ]
 
-    def offers(self, known: Columns) -> bool:
-        """Whether `metadata()` would be these, without aliases. False may also mean that it was not
-        looked into. For sources of this class's own iteration and metadata."""
-        if self._dtype is not None:
-            return False
+    def _standing(self, known: Columns) -> Standing | None:
+        ours = all(getattr(type(self), m) is getattr(MappingSource, m) for m in _PASS)
+        if self._dtype is not None or not ours:
+            return None
         tensors = self._tensors()
         values = list(tensors.values())
-        if not _all_apart(values):
-            return False
-        names = (
-            tensors if self._rename is None else [apply_rename(n, self._rename) for n in tensors]
-        )
-        return known.fit(list(names), values)
+        if not _all_memory(values):
+            return None
+        addresses = _addresses(values)
+        if _all_apart(addresses):
+            if any(known.aliases):
+                return None
+            names = tuple(tensors)
+            if self._rename is not None:
+                names = tuple([apply_rename(name, self._rename) for name in names])
+        else:
+            names, grouped, aliases = zip(*self._grouped(tensors), strict=True)
+            if aliases != known.aliases:
+                return None
+            values = list(grouped)
+            addresses = _addresses(values)
+        if not known.fit(names, values):
+            return None
+        return Standing(known.names, values, addresses, known.num_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor, _ in self._unique():
@@ -284,16 +323,36 @@ def tie_keys(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 
 
 _USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
+_PASS = ("metadata", "__iter__", "_unique")
+"""What a source's class must not have changed, for its tensors to be what it would yield."""
 
 
-def _all_apart(tensors: list[torch.Tensor]) -> bool:
-    """Whether no two can be tied: plain CPU tensors, each with memory that starts elsewhere."""
-    if not _USUAL.issuperset(map(type, tensors)):
-        return False
-    if not all(t.is_cpu and t.layout is torch.strided for t in tensors):
-        return False
-    starts = {t.data_ptr() for t in tensors}
-    return len(starts) == len(tensors) and 0 not in starts
+def _all_on_host(tensors: list[torch.Tensor]) -> bool:
+    """Whether all are plain strided CPU tensors. By `map`, as below: a loop costs thrice as much."""
+    return (
+        _USUAL.issuperset(map(type, tensors))
+        and all(map(operator.attrgetter("is_cpu"), tensors))
+        and {torch.strided}.issuperset(map(operator.attrgetter("layout"), tensors))
+    )
+
+
+def _all_memory(tensors: list[torch.Tensor]) -> bool:
+    """`is_memory` of each, of plain tensors only."""
+    return (
+        _all_on_host(tensors)
+        and all(map(torch.Tensor.is_contiguous, tensors))
+        and not any(map(torch.Tensor.is_neg, tensors))
+        and not any(map(torch.Tensor.is_conj, tensors))
+    )
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def _all_apart(addresses: list[int]) -> bool:
+    """Whether no two of them can be tied: each has memory, which begins elsewhere."""
+    return len(set(addresses) - {0}) == len(addresses)
 
 
 def _start(tensor: torch.Tensor) -> int | None:

@@ -29,9 +29,9 @@ from rayxfer.errors import (
 )
 from rayxfer.factory import WeightTransferEngineFactory
 from rayxfer.feed import Batch, Feed
-from rayxfer.metadata import Columns, ParamMeta, metadata_to_wire
+from rayxfer.metadata import ParamMeta, metadata_to_wire
 from rayxfer.reading import Reading, yields_at_once
-from rayxfer.source import WeightSource
+from rayxfer.source import Standing, WeightSource
 from rayxfer.threads import gpu_of_this_thread
 from rayxfer.topology import process_gone
 
@@ -137,8 +137,9 @@ class Stream:
         *,
         channels: Sequence[Channel],
         source: WeightSource,
+        standing: Standing | None,
         metadata: tuple[ParamMeta, ...],
-        columns: Columns,
+        num_bytes: int,
         wire: dict[str, Any],
         config: WeightTransferConfig,
         base_message: dict[str, Any],
@@ -149,7 +150,7 @@ class Stream:
         cancelled: threading.Event | None = None,
     ) -> None:
         self._cancelled = cancelled
-        self._columns, self._wire = columns, wire
+        self._wire = wire
         self._channels = channels
         self._source = source
         self._metadata = metadata
@@ -180,10 +181,12 @@ class Stream:
         self._sent: set[int] = set()
         self._reading = Reading(source, metadata, version)
         self._fed = False
-        # What is there already need not be read by a thread of its own: two that take turns at small
-        # tensors cost more than one.
-        self._alone = len(channels) == 1 and source.stable and yields_at_once(source)
-        self._little = sum(columns.num_bytes) <= _LITTLE_BYTES
+        # What is there already needs nobody to read it; what is soon there (views of tensors, a cast) no
+        # thread of its own: two that take turns at small tensors cost more than one.
+        self._standing = standing
+        one = standing is None and len(channels) == 1
+        self._alone = one and source.stable and yields_at_once(source)
+        self._little = num_bytes <= _LITTLE_BYTES
         self.votes: dict[int, Vote] = {}
 
     @property
@@ -255,13 +258,6 @@ class Stream:
             )
 
     def _feed(self) -> None:
-        if self._alone and self._little:
-            pairs = self._reading.at_once(self._columns)
-            if pairs is not None:
-                self._hand(pairs, 0, until_consumed=False)
-                for feed in self._feeds:
-                    feed.close()
-                return
         if self._alone:
             self._feeds[0].pull = self._pull
             return
@@ -351,11 +347,20 @@ class Stream:
             ("channel", index, functools.partial(self._send, index))
             for index in range(len(self._channels))
         ]
-        feeding: _Step = ("feeder", 0, self._feed)
-        threads = [[feeding, *sending]] if self._alone else [[step] for step in (*sending, feeding)]
-        if self._alone and self._little:
+        threads = [[step] for step in sending]
+        if self._standing is not None:
+            for feed in self._feeds:
+                feed.stand(self._standing)
+            self._fed = True
+        elif self._alone:
+            threads[0].insert(0, ("feeder", 0, self._feed))
+        else:
+            threads.append([("feeder", 0, self._feed)])
+        if self._fed and self._little:
             # first: it is soon done, and then no worker has to wait for what it sends
-            self._spawn(*threads.pop())
+            for steps in threads:
+                self._spawn(*steps)
+            threads = []
         calls = Calls(first, "update", messages)
         for steps in threads:
             self._spawn(*steps)

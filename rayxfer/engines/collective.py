@@ -10,17 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rayxfer.base import LoadWeights, WeightTransferUpdateInfo
-from rayxfer.copying import is_memory
+from rayxfer.copying import copy_many, is_memory
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, metadata_from_wire
-from rayxfer.packing import Bucket, Layout, as_bytes, plain, unpack
+from rayxfer.packing import Bucket, Layout, Packed, as_bytes, plain, unpack, view_piece
 
 __all__ = [
     "Group",
@@ -31,6 +31,7 @@ __all__ = [
     "deliver_alone",
     "expect_end",
     "fill",
+    "land",
     "landing_for",
     "landing_of",
     "merged_init_info",
@@ -236,10 +237,11 @@ def fill(
     """Take the bucket's tensors from the stream and copy them to their places in a kept buffer."""
     on_host = buffer.device.type == "cpu"
     address, pieces, done = buffer.data_ptr(), bucket.pieces, 0
+    packed = layout.packed[bucket.index]
     with torch.no_grad():
         while done < len(pieces):
             pack = getattr(iterator, "pack", None) if on_host else None
-            if pack is not None and (count := pack(address, pieces, done)):
+            if pack is not None and (count := pack(address, packed, done)):
                 done += count
                 continue
             piece = pieces[done]
@@ -250,8 +252,17 @@ def fill(
             elif take is not None and is_memory(tensor):
                 take(address + piece.offset_bytes, tensor.data_ptr(), piece.num_bytes)
             else:
-                layout.views(bucket, buffer)[done][1].copy_(tensor)
+                _view(layout, bucket, buffer, done).copy_(tensor)
             done += 1
+
+
+def _view(layout: Layout, bucket: Bucket, buffer: torch.Tensor, at: int) -> torch.Tensor:
+    """The place of one tensor in a buffer. Kept for next time on a device, where that counts; a buffer of
+    the host may be one that comes and goes (see `frames.send_version`)."""
+    if buffer.device.type == "cpu":
+        piece = bucket.pieces[at]
+        return view_piece(piece, layout.metadata[piece.tensor], buffer)
+    return layout.views(bucket, buffer)[at][1]
 
 
 def expect_end(iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -332,10 +343,25 @@ def landing_for(load_weights: LoadWeights, name: str, device: torch.device) -> t
     return place if place is not None and place.device == device else None
 
 
+def land(packed: Packed, base: int, offsets: Sequence[int], load_weights: LoadWeights) -> bool:
+    """Copy a bucket's tensors from host memory (at these offsets from an address) straight to the loader's
+    own places. False, and nothing done, where it has not a plain place for every one of them."""
+    find = getattr(load_weights, "landings", None)
+    places = find(packed.names, packed.sizes) if find is not None else None
+    if places is None:
+        return False
+    copy_many(places, [base + offset for offset in offsets], packed.sizes, None)
+    load_weights.landed_all(packed.names)  # type: ignore[attr-defined]
+    return True
+
+
 def deliver(
     layout: Layout, bucket: Bucket, buffer: torch.Tensor, load_weights: LoadWeights
 ) -> None:
     """Hand over a bucket in a kept buffer: views where the loader only copies, else its own memory."""
+    packed = layout.packed[bucket.index]
+    if buffer.is_cpu and land(packed, buffer.data_ptr(), packed.offsets, load_weights):
+        return
     views = layout.views(bucket, buffer)
     if not getattr(load_weights, "copies_only", False):
         views = [(name, view.clone()) for name, view in views]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch
 
 from rayxfer.base import LoadWeights
 from rayxfer.copying import copy_bytes
-from rayxfer.engines.collective import deliver, deliver_alone, landing_for, landing_of
+from rayxfer.engines.collective import deliver, deliver_alone, land, landing_for, landing_of
 from rayxfer.engines.frames import BYTES, HEAD, KEY_BYTES, VERSION
 from rayxfer.engines.ring import RingReader
 from rayxfer.errors import ContractError
@@ -101,38 +102,55 @@ class FrameReader:
         """A frame that says where tensors are: of this bucket, and as many after it as it tells of."""
         *numbers, nonce, threads, count = HEAD.unpack(bytes(slot[: HEAD.size].numpy()))
         frame = bytes(slot[: HEAD.size + 8 * count].numpy())
-        places = iter(memoryview(frame)[HEAD.size :].cast("Q"))
-        told = [bucket]
-        left = count - _with_bytes(bucket)
-        while left > 0 and (more := next(following, None)) is not None:
-            told.append(more)
-            left -= _with_bytes(more)
+        offsets = memoryview(frame)[HEAD.size :].cast("Q")
+        told: list[tuple[Bucket, memoryview]] = []
+        left = count
+        for one in itertools.chain((bucket,), following):
+            size = layout.packed[one.index].count
+            told.append((one, offsets[count - left : count - left + size]))
+            left -= size
+            if left <= 0:
+                break
         if left:
             raise ContractError(
                 f"shm: a frame of {count} tensors, which {len(told)} buckets have not"
             )
         file = self._file(frame[:KEY_BYTES], numbers, nonce, private=kind == VERSION)
+        keep = getattr(load, "keep", None) if kind == VERSION else None
+        if keep is None and sum(one.num_bytes for one, _ in told) < _LARGE_BYTES * count:
+            for one, places in told:
+                self._take_small(layout, one, file, places, load)
+            return frame[:KEY_BYTES]
         key = (bucket.index, frame)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = [_views(layout, one, file, places) for one in told]
-        keep = getattr(load, "keep", None)
-        if kind == VERSION and keep is not None:
+            views = self._views[key] = [_views(layout, one, file, iter(p)) for one, p in told]
+        if keep is not None:
             hold = self._ring.hold
             for some in views:
                 keep(some, file, lambda: hold(numbers[2]))
-        elif sum(one.num_bytes for one in told) < _LARGE_BYTES * count:
-            for some in views:
-                if not getattr(load, "copies_only", False):
-                    some = [(name, view.clone()) for name, view in some]
-                load(some)
         else:
-            items = [
-                [_Item(name, v.dtype, tuple(v.shape), v.data_ptr(), v.nbytes) for name, v in s]
-                for s in views
-            ]
-            self._take(items, load, threads)
+            self._take([_items(some) for some in views], load, threads)
         return frame[:KEY_BYTES]
+
+    @staticmethod
+    def _take_small(
+        layout: Layout, bucket: Bucket, file: ForeignFile, places: memoryview, load: LoadWeights
+    ) -> None:
+        """Small tensors, from where they lie in the file."""
+        packed = layout.packed[bucket.index]
+        given = iter(places)
+        offsets = [next(given) if size else 0 for size in packed.sizes]
+        end = file.bytes.numel()
+        for name, offset, size in zip(packed.names, offsets, packed.sizes, strict=True):
+            if offset + size > end:
+                raise ContractError(f"shm: {name!r} is said to lie past its file's end")
+        if land(packed, file.address, offsets, load):
+            return
+        views = _views(layout, bucket, file, iter(places))
+        if not getattr(load, "copies_only", False):
+            views = [(name, view.clone()) for name, view in views]
+        load(views)
 
     def _file(self, head: bytes, numbers: list[int], nonce: bytes, *, private: bool) -> ForeignFile:
         found = self._files.get((head, private))
@@ -235,10 +253,6 @@ class FrameReader:
         deliver_alone(layout, bucket, target, load_weights, landed=place is not None)
 
 
-def _with_bytes(bucket: Bucket) -> int:
-    return sum(1 for piece in bucket.pieces if piece.num_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class _Item:
     """A tensor in the sender's file, at an address here."""
@@ -250,7 +264,7 @@ class _Item:
     num_bytes: int
 
 
-def _here(views: list[tuple[str, torch.Tensor]]) -> list[_Item]:
+def _items(views: list[tuple[str, torch.Tensor]]) -> list[_Item]:
     return [
         _Item(name, view.dtype, tuple(view.shape), view.data_ptr(), view.nbytes)
         for name, view in views

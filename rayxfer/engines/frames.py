@@ -28,8 +28,8 @@ from rayxfer.engines.collective import (
     next_tensor,
 )
 from rayxfer.engines.ring import RingWriter
-from rayxfer.memfile import MemoryFile, find
-from rayxfer.packing import Bucket, Layout, Piece, as_bytes, plain
+from rayxfer.memfile import MemoryFile, file_size, find
+from rayxfer.packing import Bucket, Layout, Packed, as_bytes, plain
 
 __all__ = [
     "BYTES",
@@ -142,6 +142,8 @@ class _Ahead:
         self._seen: list[tuple[str, torch.Tensor]] = []
         self._take = getattr(iterator, "take", None)
         self._pack = getattr(iterator, "pack", None)
+        self._places = getattr(iterator, "places", None)
+        self.skip: Callable[[Packed], None] | None = getattr(iterator, "skip", None)
 
     def peek(self) -> tuple[str, torch.Tensor] | None:
         item = next(self._iterator, None)
@@ -160,14 +162,28 @@ class _Ahead:
         """The iterator's own, where the tensor in hand is the last that it gave."""
         return self._take if not self._seen else None
 
+    def places(self, packed: Packed) -> Sequence[int] | None:
+        """Where these tensors lie, if that is known without looking at any; then `skip` passes them by."""
+        return None if self._places is None or self._seen else self._places(packed)
+
     @property
-    def pack(self) -> Callable[[int, Sequence[Piece], int], int] | None:
+    def pack(self) -> Callable[[int, Packed, int], int] | None:
         """The iterator's own, where it gives the next tensor."""
         return self._pack if not self._seen else None
 
 
 def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: _Told) -> bool:
     """Whether the readers are to copy this bucket's tensors from where they lie: all in one memory file."""
+    packed = layout.packed[bucket.index]
+    places = ahead.places(packed)
+    if places is not None and ahead.skip is not None:
+        lie = _in_one_file(places, packed.sizes)
+        if lie is None:
+            told.misses += 1
+            return False
+        told.add(*lie, bucket.num_bytes)
+        ahead.skip(packed)
+        return True
     about: dict[str, Any] | None = None
     offsets = array("Q")
     for piece in bucket.pieces:
@@ -189,6 +205,22 @@ def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: _Told) -> bool:
         next_tensor(ahead, layout.metadata[piece.tensor])
     told.add(about, offsets, bucket.num_bytes)
     return True
+
+
+def _in_one_file(
+    places: Sequence[int], sizes: Sequence[int]
+) -> tuple[dict[str, Any], array[int]] | None:
+    """The memory file in which all of them lie, and the offsets there of those with any bytes."""
+    pairs = [(place, size) for place, size in zip(places, sizes, strict=True) if size]
+    found = find(*pairs[0]) if pairs else None
+    if found is None:
+        return None
+    about, offset = found
+    start = pairs[0][0] - offset
+    end = start + file_size(about)
+    if any(place < start or place + size > end for place, size in pairs):
+        return None
+    return about, array("Q", [place - start for place, _ in pairs])
 
 
 def _frame(about: dict[str, Any], offsets: array[int], threads: int = 1) -> torch.Tensor:
@@ -223,22 +255,16 @@ def send_version(
     Raises:
         TransferError: the ring was aborted.
     """
-    take = getattr(iterator, "take", None)
     told = _Told(ring, VERSION, _VERSION_BYTES)
     for bucket, base in zip(layout.plan.buckets, layout.starts, strict=True):
-        offsets = array("Q")
-        for piece in bucket.pieces:
-            tensor = next_tensor(iterator, layout.metadata[piece.tensor])
-            if not piece.num_bytes:
-                continue
-            dense = is_memory(tensor)
-            flat = as_bytes(plain(tensor)).cpu()
-            copy = take if take is not None and dense else copy_bytes
-            offset = base + piece.offset_bytes
-            copy(file.address + offset, flat.data_ptr(), piece.num_bytes)
-            offsets.append(offset)
-        if offsets:
+        if bucket.num_bytes:
+            fill(layout, bucket, iterator, file.bytes[base : base + bucket.num_bytes])
+            packed = layout.packed[bucket.index]
+            sized = zip(packed.offsets, packed.sizes, strict=True)
+            offsets = array("Q", [base + offset for offset, size in sized if size])
             told.add(file.about, offsets, bucket.num_bytes)
+        else:
+            fill(layout, bucket, iterator, _NOTHING)
     expect_end(iterator)
     told.publish()
     ring.drain()

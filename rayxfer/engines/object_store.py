@@ -28,6 +28,7 @@ from rayxfer.engines.collective import (
     deliver_alone,
     expect_end,
     fill,
+    land,
     merged_init_info,
     next_tensor,
 )
@@ -127,7 +128,10 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, TensorsUpdateI
             buffer = None
             if bucket.num_bytes:
                 buffer = _readonly_tensor(array)
-            if getattr(load_weights, "copies_only", False) or buffer is None:
+            packed = layout.packed[bucket.index]
+            if buffer is not None and land(packed, buffer.data_ptr(), packed.offsets, load_weights):
+                pass
+            elif getattr(load_weights, "copies_only", False) or buffer is None:
                 deliver_alone(layout, bucket, buffer, load_weights, landed=False)
             else:
                 views = unpack(bucket, layout.metadata, buffer)

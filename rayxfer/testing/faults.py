@@ -16,7 +16,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -134,14 +134,23 @@ class _FaultyLoad:
         return self._inner(weights)
 
     def landed(self, name: str) -> None:
+        if self._struck([name]):
+            self._inner.landed(name)
+
+    def landed_all(self, names: tuple[str, ...]) -> None:
+        left = self._struck(names)
+        if left:
+            self._inner.landed_all(names[:left])
+
+    def _struck(self, names: Sequence[str]) -> int:
+        """Have the faults that are due strike what has landed; how many of these tensors are left."""
         due = self._due()
-        place = self._inner.landing(name) if due else None
+        place = self._inner.landing(names[0]) if due else None
         for fault in due:
             _strike(fault)
-            if fault.action == "flip" and place is not None:
+            if fault.action == "flip" and place is not None and place.numel():
                 place[place.numel() // 2] ^= 1
-        if not any(fault.action == "truncate" for fault in due):
-            self._inner.landed(name)
+        return len(names) - any(fault.action == "truncate" for fault in due)
 
 
 def _faulty_iterator(
