@@ -127,6 +127,10 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     uses_push: ClassVar[bool] = False
     """True: payloads travel with the update calls (`trainer_args["push"]`, `on_push`)."""
 
+    gated: ClassVar[bool] = False
+    """True: where `trainer_args["gate"]` is given, nothing is sent before every worker of the channel has
+    called `enter` with that number. Then workers look at an offer and receive it in one call."""
+
     def __init__(
         self,
         config: WeightTransferConfig | None = None,
@@ -226,6 +230,11 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         """Make a blocked `receive_weights` or `init_transfer_engine` return or raise soon. Called
         from another thread; the engine is shut down afterwards. Default: nothing (the next
         `load_weights` raises)."""
+
+    def enter(self, gate: int) -> None:
+        """This worker takes what is offered (engines that are `gated`). Returns once all do, so that
+        something is on its way; raises as `receive_weights` does."""
+        raise NotImplementedError(f"{type(self).__name__} has no gate")
 
     def on_push(self, sequence: int, payload: Any) -> threading.Event:
         """Take payload number `sequence` of a `uses_push` engine, without blocking; called from

@@ -89,6 +89,7 @@ class Channel:
         handle: whatever the engine's `trainer_open` made.
         dirty: something was aborted; it must be opened anew before it is used again.
         reached: what a report says of the way to each link's worker, or "".
+        gated: an offer and its bytes may go in one call (see `WeightTransferEngine.gated`).
     """
 
     backend: str
@@ -100,6 +101,7 @@ class Channel:
     dirty: bool = False
     closed: bool = field(default=False, repr=False)
     reached: list[str] = field(default_factory=list)
+    gated: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -251,6 +253,7 @@ def _await_all(channel: Channel, messages: list[dict[str, Any]], deadline: float
     for position in range(len(channel.links)):
         issue(position)
     problems: dict[int, RayxferError] = {}
+    channel.gated = channel.engine_cls.gated
     while pending or not own.done():
         left = deadline - time.monotonic()
         if left <= 0:
@@ -284,6 +287,8 @@ def _await_all(channel: Channel, messages: list[dict[str, Any]], deadline: float
                 )
             elif not answer["done"]:
                 issue(position)
+            else:
+                channel.gated = channel.gated and answer.get("gated", False)
         if problems:
             # one failure fails all: do not wait for the others to time out
             raise _root(problems) or next(iter(problems.values()))

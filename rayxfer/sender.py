@@ -133,6 +133,8 @@ class _Call:
     phases: dict[str, float] = field(default_factory=dict)
     digests: list[int] | None = None
     prove_all: bool = False
+    two_steps: bool = False
+    """A worker has refused an offer that came together with its bytes: ask all of them first."""
 
     @property
     def metadata(self) -> tuple[ParamMeta, ...]:
@@ -297,9 +299,11 @@ class Sender:
                 self._timed(call, "connect", self._ensure_channels, links)
                 links = call.live()
                 call.tries += 1
-                self._timed(call, "prepare", self._prepare, links)
+                gated = self._may_be_gated(call, links)
+                if not gated:
+                    self._timed(call, "prepare", self._prepare, links)
                 call.attempts += 1
-                self._timed(call, "update", self._update, links)
+                self._timed(call, "update", self._update, links, gated)
                 self._timed(call, "finish", self._finish)
                 break
             except _Again:
@@ -573,28 +577,38 @@ class Sender:
             name=name,
         )
 
+    def _may_be_gated(self, call: _Call, links: list[Link]) -> bool:
+        """Whether the offer and its bytes go in one call. Not an offer that is new to a worker: it may be
+        refused, and then all that is wrong with it is to be said, by every worker."""
+        return (
+            len(self._channels) == 1
+            and self._channels[0].gated
+            and not call.two_steps
+            and call.offer.num_bytes > 0
+            and all(link.has_metadata == call.offer.digest for link in links)
+        )
+
+    def _offers(self, call: _Call) -> dict[int, dict[str, Any]]:
+        """What each worker is told of this round's offer, by rank."""
+        messages: dict[int, dict[str, Any]] = {}
+        for channel in self._channels:
+            for link in channel.links:
+                info = channel.engine_cls.round_update_info(channel.handle, call.metadata)
+                messages[link.rank] = {
+                    "session_id": channel.plan.session_id,
+                    "metadata_digest": call.offer.digest,
+                    "partial": call.partial,
+                    "base": call.base,
+                    "update_info": info,
+                }
+                if link.has_metadata != call.offer.digest:
+                    messages[link.rank]["metadata"] = call.offer.wire
+        return messages
+
     def _prepare(self, call: _Call, links: list[Link]) -> None:
         """Preflight on every worker. Raises with every problem of every worker; nothing changed."""
-        infos = {
-            link.rank: channel.engine_cls.round_update_info(channel.handle, call.metadata)
-            for channel in self._channels
-            for link in channel.links
-        }
-
-        def message(link: Link) -> dict[str, Any]:
-            channel = self._channel_of(link)
-            out = {
-                "session_id": channel.plan.session_id,
-                "metadata_digest": call.offer.digest,
-                "partial": call.partial,
-                "base": call.base,
-                "update_info": infos[link.rank],
-            }
-            if link.has_metadata != call.offer.digest:
-                out["metadata"] = call.offer.wire
-            return out
-
-        answers = self._fan_out(call, links, "prepare", message)
+        messages = self._offers(call)
+        answers = self._fan_out(call, links, "prepare", lambda link: messages[link.rank])
         problems: list[str] = []
         first: tuple[int, str | None] | None = None
         again = False
@@ -647,7 +661,7 @@ class Sender:
     def _channel_of(self, link: Link) -> Channel:
         return next(channel for channel in self._channels if link in channel.links)
 
-    def _update(self, call: _Call, links: list[Link]) -> None:
+    def _update(self, call: _Call, links: list[Link], gated: bool) -> None:
         """Stream to every channel and gather the votes; compare digests."""
         stream = Stream(
             channels=self._channels,
@@ -661,6 +675,8 @@ class Sender:
             version=call.version,
             partial=call.partial,
             prove_all=call.prove_all,
+            offers=self._offers(call) if gated else None,
+            gate=(call.round_id << 16) + call.tries,
             deadline=call.deadline,
             cancelled=self._cancelled,
         )
@@ -682,6 +698,8 @@ class Sender:
                 failed.append(link)
             else:
                 row.verified, row.complete, row.finish = vote.verified, vote.complete, vote.finish
+                if gated:
+                    row.casts, call.kept = vote.casts, vote.kept
         if failed:
             self._abort_workers(call, failed)
         unproven = [link for link in call.live() if stream.votes[link.rank].shared]
@@ -712,6 +730,10 @@ class Sender:
             raise broken.fatal
         if call.left_s() <= 0:
             raise self._timeout(call, "update", None, "sync_timeout_s", self._config.sync_timeout_s)
+        if broken.refused:
+            call.two_steps = True
+            call.attempts -= 1  # nothing of it was sent
+            return
         if any(call.rows[link.rank].error is not None for link in links):
             return
         call.glitches += 1

@@ -119,6 +119,8 @@ class _Round:
     pushed: dict[int, threading.Event] = field(default_factory=dict)
     pausing: bool = False
     prove: bool = True
+    gate: int | None = None
+    preflight: dict[str, Any] = field(default_factory=dict)
     voted: bool = False
     finished: bool = False
 
@@ -562,7 +564,7 @@ class WorkerSession:
                 raise
             self._config = config
             self._session_id = message["session_id"]
-            return {}
+            return {"gated": engine_cls.gated}
 
         return self._drive(key, run, message)
 
@@ -642,7 +644,8 @@ class WorkerSession:
                 columns=offer.columns,
             )
             self._load = None
-        return {"casts": preflight.casts, "kept": preflight.kept}
+            self._round.preflight = {"casts": preflight.casts, "kept": preflight.kept}
+            return self._round.preflight
 
     def _make_loader(self, checkpoint_format: bool, partial: bool) -> WeightLoader:
         binding, config = self._binding, self._config
@@ -671,10 +674,22 @@ class WorkerSession:
     def update(self, message: dict[str, Any]) -> dict[str, Any]:
         """Pause, start, receive, prove. The answer, once done, is the worker's vote.
 
+        A message with a gate carries the offer as well, and is `prepare` at the same time: nothing is
+        touched before all workers of the channel have said yes. One that says anything else answers
+        `{"refused": …}`; it is asked in two steps then.
+
         Raises:
             StateError: no such round was prepared, or no channel is open.
         """
+        if "gate" in message:
+            try:
+                said = self.prepare(message)
+            except RayxferError as error:
+                return {"refused": str(error)}
+            if "casts" not in said:
+                return {"refused": ", ".join(said)}
         current = self._current(message)
+        current.gate = message.get("gate", current.gate)
         current.prove = bool(message.get("prove", current.prove))
         engine = self._engine
         if engine is None:
@@ -707,11 +722,15 @@ class WorkerSession:
     ) -> dict[str, Any]:
         binding, config = self._binding, self._config
         load = self._load = _LoadWeights(current)
-        load.in_loader = True  # the pause may wait for requests: not a stall
+        load.in_loader = (
+            True  # others may not be ready, the pause may wait for requests: not a stall
+        )
+        current.loader.begin()
+        if current.gate is not None:
+            engine.enter(current.gate)
         if config.load_mode == "in_place":
             self._enter(current)
         load._check_abort()
-        current.loader.begin()
         if binding.start_update is not None and current.checkpoint_format:
             binding.start_update()
         load.in_loader = False
@@ -779,6 +798,7 @@ class WorkerSession:
         # nothing to run between the votes and the record: no call needed for it
         current.finished = self._finish_hook(current) is None
         return {
+            **(current.preflight if current.gate is not None else {}),
             "digests": digests,
             "shared": shared,
             "shared_proof": current.verify and loader.proves_shared and not shared,

@@ -66,6 +66,9 @@ class Vote:
     """Whether its digests are of such a copy."""
     finish: bool = False
     """Whether the worker has something to run before the version is recorded."""
+    casts: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    """Of a gated round: what the worker found in its preflight."""
 
 
 @dataclass
@@ -79,6 +82,7 @@ class Broken:
         failed: workers whose loader raised, or that voted no; they sit out the rest of the call.
         suspects: workers whose own transport failed with nobody known to be lost.
         channel: the channel whose sending failed, if that was it.
+        refused: a worker did not take the offer; nothing was sent to anybody.
     """
 
     error: RayxferError
@@ -87,6 +91,7 @@ class Broken:
     failed: dict[int, RayxferError] = field(default_factory=dict)
     suspects: dict[int, RayxferError] = field(default_factory=dict)
     channel: int | None = None
+    refused: bool = False
 
 
 def cancelled(version: int) -> ControllerClosed:
@@ -130,7 +135,11 @@ class _Push:
 
 
 class Stream:
-    """One pass over the source into every channel. `run` returns None, or why it broke."""
+    """One pass over the source into every channel. `run` returns None, or why it broke.
+
+    offers: what each worker is told of the offer, by rank, where it was not asked before; nothing is sent
+        before all have taken it then. `gate` is the number by which they say so.
+    """
 
     def __init__(
         self,
@@ -146,6 +155,8 @@ class Stream:
         version: int,
         partial: bool,
         prove_all: bool,
+        offers: dict[int, dict[str, Any]] | None,
+        gate: int,
         deadline: float,
         cancelled: threading.Event | None = None,
     ) -> None:
@@ -159,6 +170,7 @@ class Stream:
         self._version = version
         self._partial = partial
         self._prove_all = prove_all
+        self._offers, self._gate = offers, gate
         self._deadline = deadline
         # one channel's copies are enough to know what was read
         digesting = config.verify == "digest"
@@ -244,6 +256,8 @@ class Stream:
             args["channel"] = channel.handle
             args["stable"] = self._source.stable
             args["partial"] = self._partial
+        if self._offers is not None:
+            args["gate"] = self._gate
         if push is not None:
             args["push"] = push
         try:
@@ -342,7 +356,10 @@ class Stream:
                     first.append(link)
                     # of workers that use one copy, one is enough to prove it
                     prove = self._prove_all or link is channel.prover
-                    messages.append({**self._base, "wait_s": SLICE_S, "prove": prove})
+                    message = {**self._base, "wait_s": SLICE_S, "prove": prove}
+                    if self._offers is not None:
+                        message |= {**self._offers[link.rank], "gate": self._gate}
+                    messages.append(message)
         sending: list[_Step] = [
             ("channel", index, functools.partial(self._send, index))
             for index in range(len(self._channels))
@@ -429,6 +446,9 @@ class Stream:
             if getattr(answer, "phase", None) in ("load", "verify"):
                 return self._vote(Vote(rank, now, error=answer))  # drained: the channel is fine
             return Broken(answer, suspects={rank: answer})
+        if "refused" in answer:
+            error = TransferError(f"worker {rank} does not take the offer: {answer['refused']}")
+            return Broken(error, refused=True)
         if not answer["done"]:
             if (
                 answer["num_bytes"] != self._bytes[rank]
@@ -461,6 +481,8 @@ class Stream:
                 answer.get("shared", False),
                 answer.get("shared_proof", False),
                 answer["finish"],
+                answer.get("casts", {}),
+                answer.get("kept", []),
             )
         )
 
@@ -543,7 +565,7 @@ class Stream:
                 push.abort(broken.error)
         # Whoever else fails in a channel that was whole until now fails because it was just broken off.
         torn = {broken.channel, *(self._channel_of[rank] for rank in broken.suspects)}
-        if broken.fatal is None and not broken.lost:
+        if broken.fatal is None and not broken.lost and not broken.refused:
             until = time.monotonic() + _GRACE_S
             while time.monotonic() < until and not broken.lost:
                 for rank, link in self._links.items():

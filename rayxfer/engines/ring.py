@@ -28,8 +28,8 @@ _HEAD = 2 * _LINE  # after magic + nonce, and the geometry
 _SLICE_S = 0.05
 _SPINS = 20
 _DESCRIPTION = ("pid", "fd", "inode", "file_bytes", "nonce")
-_WORD = 8
-"""Where in a reader's line the word is that it holds."""
+_WORD, _READY = 8, 16
+"""Where in a reader's line the words are that it holds, and that say for what it is ready."""
 _LEFT = (1 << 64) - 1
 """A reader that has left is done with every frame there will ever be."""
 
@@ -128,6 +128,7 @@ class RingWriter:
         self._nonce = nonce
         self.num_readers = readers
         self._head = 0
+        self._gate: int | None = None
         self._aborted = threading.Event()
         self.lagging: int | None = None
 
@@ -163,8 +164,24 @@ class RingWriter:
         start = self._start + ((self._head + ahead) % self._slots) * self.slot_bytes
         return self._memory.bytes[start : start + self.slot_bytes]
 
+    def gate(self, token: int) -> None:
+        """The next `publish` shows nothing to anybody until every reader is `ready` for this."""
+        self._gate = token
+
+    def _pass_gate(self, token: int) -> None:
+        for reader in range(self._readers):
+            at = _tail(reader) + _READY
+            while (seen := self._memory.read(at)) != token:
+                self.lagging = reader
+                self._check()
+                self._memory.wait_change(at, seen, _SLICE_S)
+        self._check()
+        self.lagging = self._gate = None
+
     def publish(self, kind: int = 0) -> None:
         """The slot is complete: let readers have it. `kind`: what it holds, as both sides agree."""
+        if self._gate is not None:
+            self._pass_gate(self._gate)
         self._memory.put(_kind(self._readers, self._head % self._slots), kind)
         self._head += 1
         self._memory.write(_HEAD, self._head)
@@ -201,6 +218,7 @@ class RingWriter:
         if memory is not None:
             for reader in range(self._readers):
                 memory.wake(_tail(reader))
+                memory.wake(_tail(reader) + _READY)
 
     def close(self) -> None:
         """Give up the descriptor; the memory goes with its last user. Safe to call twice."""
@@ -276,6 +294,10 @@ class RingReader:
     def hold(self, word: int) -> None:
         """A word of this reader's own, for the writer (see `RingWriter.held`)."""
         self._memory.write(_tail(self._reader) + _WORD, word)
+
+    def ready(self, token: int) -> None:
+        """This reader is ready for what the writer gates with this token."""
+        self._memory.write(_tail(self._reader) + _READY, token)
 
     def release(self) -> None:
         """Done with the slot: the writer may fill it again."""

@@ -65,6 +65,7 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     init_info_cls = ShmInitInfo
     update_info_cls = TensorsUpdateInfo
     copies_before_next = True
+    gated = True
     default_bucket_size_bytes = 8 << 20
 
     _ring: RingReader | None = None
@@ -88,6 +89,13 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
             raise StateError("shm: receive_weights before init_transfer_engine")
         reader.receive(self._layouts.get(update_info), load_weights)
 
+    def enter(self, gate: int) -> None:
+        """Raises TransferError when the round is aborted."""
+        if self._ring is None:
+            raise StateError("shm: enter before init_transfer_engine")
+        self._ring.ready(gate)
+        self._ring.slot()
+
     def abort(self) -> None:
         if self._ring is not None:
             self._ring.abort()
@@ -108,6 +116,8 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
         """Write one round into the ring; returns once every worker has read it."""
         channel: _Channel = trainer_args["channel"]
         ring, layout = channel.ring, channel.layouts.get(trainer_args["update_info"])
+        if "gate" in trainer_args:
+            ring.gate(trainer_args["gate"])
         if channel.versions is None or trainer_args.get("partial") or not layout.file_bytes:
             send_frames(ring, layout, iterator, stable=bool(trainer_args.get("stable")))
             return

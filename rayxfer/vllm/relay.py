@@ -218,6 +218,8 @@ class Relay:
         """Pass on what may end a round that nobody will abort any more."""
         was_open = self.in_round()
         answer = self._ask(op, message, until)
+        if op == "connect":  # an update pauses vLLM first, and that should wait for all to agree
+            answer.pop("gated", None)
         if was_open and not self.in_round():
             self._resume_ready()
         return answer

@@ -1,0 +1,333 @@
+"""Tensors that are there already are sent and taken by address: which those are, and that bytes agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rayxfer import TransferError, WeightTransferConfig
+from rayxfer.background import Snapshots
+from rayxfer.copying import copy_many
+from rayxfer.digest import digest
+from rayxfer.feed import Feed
+from rayxfer.loader import ModuleLoader
+from rayxfer.metadata import Columns, ParamMeta
+from rayxfer.packing import Layout
+from rayxfer.source import MappingSource, ModuleSource, Standing, WeightSource, checked_metadata
+from rayxfer.testing.local import LocalController
+from tests.helpers import assert_same_bytes, poison, raw_bytes
+
+DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.bool]
+
+
+def zoo() -> dict[str, torch.Tensor]:
+    """Dense tensors of many sizes, some with a gradient, one without elements, one without dimensions."""
+    out: dict[str, torch.Tensor] = {}
+    for i in range(60):
+        raw = torch.randint(0, 2, (1 + 37 * i % 500, 8), dtype=torch.uint8)
+        dtype = DTYPES[i % len(DTYPES)]
+        out[f"t{i}"] = raw.view(dtype) if dtype != torch.bool else raw.bool()
+    out["large"] = torch.randn(400_000)
+    out["parameter"] = nn.Parameter(torch.randn(30))
+    out["empty"] = torch.empty(0, 4)
+    out["scalar"] = torch.tensor(3.0)
+    out["last"] = torch.randn(11)
+    return out
+
+
+def columns_of(source: WeightSource) -> Columns:
+    return Columns(checked_metadata(source))
+
+
+def standing_of(source: WeightSource) -> Standing | None:
+    return source._standing(columns_of(source))
+
+
+# ---- sources --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rename", [None, {"": "model"}])
+def test_what_stands_is_what_iteration_yields(rename: Any) -> None:
+    for source in (
+        MappingSource(zoo(), rename=rename),
+        ModuleSource(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), rename=rename),
+    ):
+        found = standing_of(source)
+        assert found is not None
+        pairs = list(source)
+        assert list(found.names) == [name for name, _ in pairs]
+        assert [t.data_ptr() for _, t in pairs] == list(found.addresses)
+        assert [t.nbytes for _, t in pairs] == list(found.sizes)
+
+
+def test_ties_stand_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    source = ModuleSource(model)
+    found = standing_of(source)
+    assert found is not None
+    assert found.names == ("0.weight",)
+    model[1].weight = nn.Parameter(torch.zeros(4, 4))
+    assert source._standing(Columns([ParamMeta("0.weight", torch.float32, (4, 4))])) is None
+
+
+def test_ties_that_came_or_went_are_another_offer() -> None:
+    apart = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    tied = {"a": apart["a"], "b": apart["a"]}
+    assert MappingSource(apart)._standing(columns_of(MappingSource(tied))) is None
+    assert MappingSource(tied)._standing(columns_of(MappingSource(apart))) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(4, 6).t(),
+        torch.zeros(8)[::2],
+        torch.zeros(1).expand(8),
+        torch.zeros(4, dtype=torch.complex64).conj(),
+        torch.zeros(4, dtype=torch.complex64).conj().imag,
+        torch.zeros(4, device="meta"),
+        torch.eye(4).to_sparse(),
+    ],
+    ids=["transposed", "strided", "expanded", "conj", "neg", "meta", "sparse"],
+)
+def test_what_is_not_dense_memory_does_not_stand(tensor: torch.Tensor) -> None:
+    columns = Columns([ParamMeta("x", tensor.dtype, tuple(tensor.shape))])
+    assert MappingSource({"x": tensor})._standing(columns) is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"a": torch.zeros(3), "c": torch.zeros(2)},
+        {"b": torch.zeros(2), "a": torch.zeros(3)},
+        {"a": torch.zeros(3)},
+        {"a": torch.zeros(3), "b": torch.zeros(2), "c": torch.zeros(1)},
+        {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.float64)},
+        {"a": torch.zeros(3), "b": torch.zeros(1, 2)},
+        {},
+    ],
+)
+def test_another_offer_does_not_stand(changed: dict[str, torch.Tensor]) -> None:
+    known = columns_of(MappingSource({"a": torch.zeros(3), "b": torch.zeros(2)}))
+    assert MappingSource(changed)._standing(known) is None
+
+
+def test_a_source_of_the_users_own_is_asked() -> None:
+    class Iterates(MappingSource):
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            return super().__iter__()
+
+    class Describes(MappingSource):
+        def metadata(self) -> list[ParamMeta]:
+            return super().metadata()
+
+    class Custom(WeightSource):
+        def metadata(self) -> list[ParamMeta]:
+            return [ParamMeta("a", torch.float32, (2,))]
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield "a", torch.zeros(2)
+
+    tensors = {"a": torch.zeros(2)}
+    for source in (
+        Iterates(tensors),
+        Describes(tensors),
+        Custom(),
+        MappingSource(tensors, dtype=torch.bfloat16),
+    ):
+        assert standing_of(source) is None
+
+
+def test_a_snapshot_stands_where_it_was_copied_to() -> None:
+    tensors = {"a": torch.arange(5.0), "b": torch.arange(12.0).view(3, 4).t()}
+    snapshot = Snapshots().take(MappingSource(tensors))
+    found = standing_of(snapshot)
+    assert found is not None
+    for name, tensor, address in zip(found.names, found.tensors, found.addresses, strict=True):
+        assert torch.equal(tensor, tensors[name])
+        assert address == tensor.data_ptr() != tensors[name].data_ptr()
+    assert snapshot._standing(columns_of(MappingSource({"a": tensors["a"]}))) is None
+
+
+# ---- feeds ----------------------------------------------------------------------------------------
+
+
+def feed_of(source: MappingSource, *, digesting: bool = True) -> tuple[Feed, Layout]:
+    feed, standing = Feed(digesting=digesting), standing_of(source)
+    assert standing is not None
+    feed.stand(standing)
+    return feed, Layout(checked_metadata(source), 4096)
+
+
+def pack_all(feed: Feed, layout: Layout, buffer: torch.Tensor) -> None:
+    """As an engine does: what can be packed, else one by one."""
+    for bucket, packed, start in zip(
+        layout.plan.buckets, layout.packed, layout.starts, strict=True
+    ):
+        done = 0
+        while done < len(bucket.pieces):
+            count = feed.pack(buffer.data_ptr() + start, packed, done)
+            if not count:
+                name, tensor = next(feed)
+                at = start + packed.offsets[done]
+                assert name == packed.names[done]
+                if tensor.nbytes:
+                    flat = torch.frombuffer(bytearray(raw_bytes(tensor)), dtype=torch.uint8)
+                    buffer[at : at + tensor.nbytes] = flat
+                count = 1
+            done += count
+    assert next(feed, None) is None
+
+
+@pytest.mark.parametrize("digesting", [True, False])
+def test_packed_bytes_and_digests_are_those_of_iteration(digesting: bool) -> None:
+    source = MappingSource(zoo())
+    feed, layout = feed_of(source, digesting=digesting)
+    buffer = torch.full((layout.file_bytes,), 0xA5, dtype=torch.uint8)
+    pack_all(feed, layout, buffer)
+    for packed, start in zip(layout.packed, layout.starts, strict=True):
+        for name, offset, size in zip(packed.names, packed.offsets, packed.sizes, strict=True):
+            found = buffer[start + offset : start + offset + size].numpy().tobytes()
+            assert found == raw_bytes(dict(source)[name]), name
+    expected = [digest(tensor) for _, tensor in source] if digesting else None
+    assert feed.digests == expected
+    assert feed.handed == len(zoo())
+    assert feed.last_name == "last"
+
+
+def test_what_is_skipped_counts_and_is_digested() -> None:
+    source = MappingSource(zoo())
+    feed, layout = feed_of(source)
+    for i, packed in enumerate(layout.packed):
+        if i % 2:
+            for name in packed.names:
+                assert next(feed)[0] == name
+            continue
+        places = feed.places(packed)
+        assert places is not None
+        assert list(places) == [dict(source)[name].data_ptr() for name in packed.names]
+        feed.skip(packed)
+    assert next(feed, None) is None
+    feed.finish()
+    assert feed.digests == [digest(tensor) for _, tensor in source]
+
+
+def test_only_what_comes_next_is_packed() -> None:
+    source = MappingSource({f"t{i}": torch.full((100,), float(i)) for i in range(20)})
+    feed, layout = feed_of(source)
+    buffer = torch.empty(8192, dtype=torch.uint8)
+    other = Layout(
+        [ParamMeta(f"u{i}", torch.float32, (100,)) for i in range(20)],
+        4096,
+    )
+    smaller = Layout([ParamMeta(f"t{i}", torch.float32, (99,)) for i in range(20)], 4096)
+    for wrong, start in ((layout.packed[1], 0), (layout.packed[0], 1)):
+        assert feed.pack(buffer.data_ptr(), wrong, start) == 0
+        if not start:
+            assert feed.places(wrong) is None
+    for wrong in (other.packed[0], smaller.packed[0]):
+        assert feed.pack(buffer.data_ptr(), wrong, 0) == 0
+        assert feed.places(wrong) is None
+        with pytest.raises(ValueError, match="places"):
+            feed.skip(wrong)
+    assert feed.handed == 0
+    assert feed.pack(buffer.data_ptr(), layout.packed[0], 0) == len(layout.packed[0].sizes)
+
+
+def test_an_abort_ends_it() -> None:
+    feed, layout = feed_of(MappingSource({"a": torch.zeros(4)}))
+    feed.abort(TransferError("over"))
+    for call in (
+        lambda: feed.pack(0, layout.packed[0], 0),
+        lambda: feed.skip(layout.packed[0]),
+        lambda: next(feed),
+    ):
+        with pytest.raises(TransferError, match="over"):
+            call()
+
+
+# ---- places at the worker -------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for i in range(8):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.zeros(10 + i)))
+
+
+def loader_for(model: nn.Module, offer: dict[str, torch.Tensor], **settings: Any) -> ModuleLoader:
+    loader = ModuleLoader(model, **settings)
+    preflight = loader.preflight(checked_metadata(MappingSource(offer)), partial=False)
+    assert not preflight.problems
+    return loader
+
+
+def offered() -> dict[str, torch.Tensor]:
+    return {f"p{i}": torch.randn(10 + i) for i in range(8)}
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_bytes_may_be_copied_to_plain_places(staged: bool) -> None:
+    model, offer = Mixed(), offered()
+    poison(model)
+    before = {name: raw_bytes(p) for name, p in model.named_parameters()}
+    loader = loader_for(model, offer, staged=staged)
+    tensors = list(offer.values())
+    for run in (slice(0, 3), slice(3, 8)):
+        places = loader.landings(run)
+        assert places is not None
+        copy_many(
+            places, [t.data_ptr() for t in tensors[run]], [t.nbytes for t in tensors[run]], None
+        )
+        loader.landed_all(run)
+    assert loader.touched is not staged
+    assert loader.unproven() == []
+    assert loader.loaded_digests() == [digest(tensor) for tensor in tensors]
+    if staged:
+        assert {name: raw_bytes(p) for name, p in model.named_parameters()} == before
+    loader.commit()
+    assert_same_bytes(offer, dict(model.named_parameters()))
+
+
+def _cast(model: nn.Module) -> None:
+    model.p3 = nn.Parameter(torch.zeros(13, dtype=torch.bfloat16))
+
+
+def _stride(model: nn.Module) -> None:
+    model.p3 = nn.Parameter(torch.zeros(26)[::2], requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [_cast, _stride])
+def test_no_addresses_where_one_place_is_not_plain(change: Callable[[nn.Module], None]) -> None:
+    model, offer = Mixed(), offered()
+    change(model)
+    loader = loader_for(model, offer)
+    assert loader.landings(slice(0, 8)) is None
+    assert not loader.touched
+    assert loader.landings(slice(0, 3)) is not None
+    assert loader.landings(slice(4, 8)) is not None
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("verify", ["digest", "off"])
+@pytest.mark.parametrize("change", [None, _cast, _stride])
+def test_whole_rounds(backend: str, verify: Any, change: Any) -> None:
+    worker, offer = Mixed(), offered()
+    if change is not None:
+        change(worker)
+    with LocalController(
+        [worker], WeightTransferConfig(backend=backend, verify=verify)
+    ) as controller:
+        for step in range(3):
+            offer["p0"].fill_(step)
+            poison(worker)
+            controller.sync_weights(offer)
+            dtypes = {name: p.dtype for name, p in worker.named_parameters()}
+            expected = {name: tensor.to(dtypes[name]) for name, tensor in offer.items()}
+            assert_same_bytes(expected, dict(worker.named_parameters()))
