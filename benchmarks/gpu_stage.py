@@ -16,11 +16,11 @@ import torch
 
 from rayxfer import WeightTransferEngineFactory
 from rayxfer.base import SessionPlan
+from rayxfer.binding import Binding
 from rayxfer.config import ParallelConfig, WeightTransferConfig
 from rayxfer.copying import copy_all
 from rayxfer.digest import digest
 from rayxfer.engines.device import Device
-from rayxfer.session import Binding
 from rayxfer.source import named_tensors
 from rayxfer.testing import ProcessWorker, poison, raw_bytes
 from rayxfer.testing.conformance import _Zoo

@@ -7,9 +7,7 @@ record and to settle. No Ray in here: clients and the coordinator are given.
 
 from __future__ import annotations
 
-import array
 import contextlib
-import contextvars
 import dataclasses
 import sys
 import threading
@@ -17,10 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rayxfer.background import Snapshots, Turns
+from rayxfer.call import Call, Offer, Row, mismatch
 from rayxfer.channel import Calls, Channel, Link, connect
 from rayxfer.client import SLICE_S, client_for, lost_process, outcome, wait_answers
 from rayxfer.config import WeightTransferConfig
@@ -37,11 +35,12 @@ from rayxfer.errors import (
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.gpus import link_between, uuid_of
-from rayxfer.metadata import Columns, ParamMeta, metadata_digest, metadata_to_wire
+from rayxfer.lease import Lease
+from rayxfer.metadata import ParamMeta
 from rayxfer.packing import ALIGNMENT_BYTES
-from rayxfer.report import KEEPER_RANK, SyncReport, WorkerReport, WorkerState
+from rayxfer.report import SyncReport, WorkerState
 from rayxfer.source import Standing, WeightSource, checked_metadata
-from rayxfer.stream import Broken, Stream, Vote, cancelled
+from rayxfer.stream import Broken, Stream, cancelled
 from rayxfer.topology import (
     Facts,
     bucket_size,
@@ -59,8 +58,6 @@ _RETRIES_WITHOUT_LOSS = 1
 """How often a round that broke with nobody lost is tried again before its suspects are left out."""
 
 
-_LEASE_IDLE_S = 60.0
-
 _JOIN_S = 0.5
 """How long to wait for the threads of a broken stream. One that is stuck in a user's source or engine
 is a daemon, and holds nothing but its own channel."""
@@ -77,86 +74,8 @@ class CoordinatorProtocol(Protocol):
     def settle(self, claim: dict[str, Any], rows: list[dict[str, Any]]) -> None: ...
 
 
-@dataclass
-class _Row:
-    """What becomes of one worker in this call."""
-
-    link: Link
-    state: WorkerState
-    version: int
-    seconds: float = 0.0
-    verified: str = "off"
-    complete: bool | None = None
-    finish: bool = False
-    casts: dict[str, str] = field(default_factory=dict)
-    error: RayxferError | None = None
-    left_as: WorkerState = WorkerState.READY
-    """What an abort left the worker as."""
-
-    def fail(self, error: RayxferError, state: WorkerState) -> None:
-        self.error, self.state = error, state
-
-
 class _Again(Exception):
     """This attempt is over; try again with whoever is left."""
-
-
-class _Offer:
-    """What a source offers, and what follows from that alone: kept from round to round."""
-
-    def __init__(self, metadata: tuple[ParamMeta, ...]) -> None:
-        self.metadata = metadata
-        self.digest = metadata_digest(metadata)
-        self.columns = Columns(metadata)
-        self.wire = metadata_to_wire(metadata)
-        self.num_bytes = sum(self.columns.num_bytes)
-
-
-@dataclass
-class _Call:
-    """One `sync`: what all phases share."""
-
-    source: WeightSource
-    standing: Standing | None
-    offer: _Offer
-    partial: bool
-    round_id: int
-    version: int
-    process: dict[str, Any]
-    base: int
-    deadline: float = 0.0
-    rows: dict[int, _Row] = field(default_factory=dict)
-    kept: list[str] = field(default_factory=list)
-    attempts: int = 0
-    tries: int = 0
-    glitches: int = 0
-    phases: dict[str, float] = field(default_factory=dict)
-    digests: list[int] | None = None
-    prove_all: bool = False
-    two_steps: bool = False
-    """A worker has refused an offer that came together with its bytes: ask all of them first."""
-
-    @property
-    def metadata(self) -> tuple[ParamMeta, ...]:
-        return self.offer.metadata
-
-    def live(self) -> list[Link]:
-        return [row.link for row in self.rows.values() if row.error is None]
-
-    def serving(self) -> bool:
-        """Whether anybody is left who will serve the version (a keeper alone does not)."""
-        return any(link.rank != KEEPER_RANK for link in self.live())
-
-    def claim(self) -> dict[str, Any]:
-        """What proves to a controller, a restarted one too, that this round is ours."""
-        return {"round_id": self.round_id, "version": self.version, "process": self.process}
-
-    def ids(self) -> dict[str, Any]:
-        """What every message of this attempt carries."""
-        return {"round_id": self.round_id, "attempt": self.tries, "version": self.version}
-
-    def left_s(self) -> float:
-        return self.deadline - time.monotonic()
 
 
 class Sender:
@@ -186,8 +105,8 @@ class Sender:
         self._base: dict[str, Any] = {}
         self._owner: dict[str, Any] = {}
         self._previous: dict[str, int] = {}
-        self._last: tuple[list[ParamMeta], _Offer] | None = None
-        self._lease = _Lease(coordinator)
+        self._last: tuple[list[ParamMeta], Offer] | None = None
+        self._lease = Lease(coordinator.renew)
         self._cancelled = threading.Event()
         self.turns = Turns()
         self.snapshots = Snapshots()
@@ -201,7 +120,7 @@ class Sender:
         """Have a sync under way end soon, with ControllerClosed; there can be none after it."""
         self._cancelled.set()
 
-    def _check_cancelled(self, call: _Call) -> None:
+    def _check_cancelled(self, call: Call) -> None:
         if self._cancelled.is_set():
             raise cancelled(call.version)
 
@@ -236,7 +155,7 @@ class Sender:
                 "partial": partial,
             }
         )
-        call = _Call(
+        call = Call(
             source,
             standing,
             offer,
@@ -250,7 +169,7 @@ class Sender:
         try:
             self._adopt(grant)
             for rank, link in self._links.items():
-                call.rows[rank] = _Row(link, WorkerState.READY, grant["versions"][rank])
+                call.rows[rank] = Row(link, WorkerState.READY, grant["versions"][rank])
             for rank, error in grant["lost"].items():
                 call.rows[rank].fail(error, WorkerState.LOST)
             call.deadline = time.monotonic() + self._config.sync_timeout_s
@@ -261,7 +180,7 @@ class Sender:
             raise
         finally:
             self._lease.stop()
-        report = self._report(call, time.monotonic() - start)
+        report = call.report(time.monotonic() - start, self._unchanged(call))
         failed = [row for row in report.workers if row.error is not None]
         if failed and self._config.on_worker_failure == "raise":
             who = "; ".join(f"worker {row.rank} is {row.state}: {row.error}" for row in failed)
@@ -272,7 +191,7 @@ class Sender:
             )
         return report
 
-    def _described(self, source: WeightSource) -> tuple[_Offer, Standing | None]:
+    def _described(self, source: WeightSource) -> tuple[Offer, Standing | None]:
         """The source's metadata, checked, with its digest (remembered, since it rarely changes); and its
         tensors, where they are there already."""
         if self._last is not None:
@@ -282,11 +201,11 @@ class Sender:
         offered = source.metadata()
         if self._last is not None and self._last[0] == offered:
             return self._last[1], None
-        offer = _Offer(checked_metadata(source, offered))
+        offer = Offer(checked_metadata(source, offered))
         self._last = (list(offered), offer)
         return offer, source._standing(offer.columns)
 
-    def _run(self, call: _Call) -> None:
+    def _run(self, call: Call) -> None:
         limit = 8 + 2 * len(
             call.rows
         )  # workers that come and go for ever must not keep us for ever
@@ -321,7 +240,7 @@ class Sender:
         self._timed(call, "commit", self._commit)
 
     @staticmethod
-    def _timed(call: _Call, phase: str, function: Callable[..., None], *args: Any) -> None:
+    def _timed(call: Call, phase: str, function: Callable[..., None], *args: Any) -> None:
         start = time.monotonic()
         try:
             function(call, *args)
@@ -331,7 +250,7 @@ class Sender:
             if phase == "connect":
                 call.deadline += spent  # sync_timeout_s excludes connecting
 
-    def _nobody(self, call: _Call) -> RayxferError:
+    def _nobody(self, call: Call) -> RayxferError:
         first = next((row.error for row in call.rows.values() if row.error is not None), None)
         if first is None:
             return TransferError(
@@ -344,7 +263,7 @@ class Sender:
             weight_version=call.version,
             worker=getattr(first, "worker", None),
             name=getattr(first, "name", None),
-            report=self._report(call, 0.0),
+            report=call.report(0.0, ()),
             cause=first,
         )
 
@@ -355,7 +274,7 @@ class Sender:
             self._facts = local_facts()
         return self._facts
 
-    def _facts_of(self, call: _Call) -> Facts:
+    def _facts_of(self, call: Call) -> Facts:
         """This process's facts, with the device on which the source's tensors are now."""
         if call.standing is not None:
             return self._local_facts()
@@ -398,7 +317,7 @@ class Sender:
             self._entries[backend] = WeightTransferEngineFactory.entry(backend)
         return self._entries[backend]
 
-    def _ensure_channels(self, call: _Call, links: list[Link]) -> None:
+    def _ensure_channels(self, call: Call, links: list[Link]) -> None:
         """Channels over exactly these links; those that fit stay, the others are opened."""
         sender = self._facts_of(call)
         groups: dict[str, list[Link]] = {}
@@ -440,7 +359,7 @@ class Sender:
             for link, reached in zip(channel.links, channel.reached, strict=True):
                 link.reason += f"; {reached}" if reached else ""
 
-    def _open(self, call: _Call, backend: str, group: list[Link], deadline: float) -> Channel:
+    def _open(self, call: Call, backend: str, group: list[Link], deadline: float) -> Channel:
         entry = self._entry(backend)
         engine_cls = entry.load()
         # never more than the model
@@ -482,7 +401,7 @@ class Sender:
             call.rows[link.rank].fail(error, WorkerState.LOST)
             raise _Again from error
 
-    def _reattach(self, call: _Call, link: Link) -> bool:
+    def _reattach(self, call: Call, link: Link) -> bool:
         """A worker that lost its session (restarted by Ray, or repaired) is taken in again."""
         # a process that is gone comes back, if at all, later than a round should wait for
         timeout = 0.5 if process_gone(link.facts) else min(self._config.stall_timeout_s, 10.0)
@@ -515,7 +434,7 @@ class Sender:
     # ---- phases ---------------------------------------------------------------------------------
 
     def _fan_out(
-        self, call: _Call, links: Sequence[Link], op: str, message: Callable[[Link], dict[str, Any]]
+        self, call: Call, links: Sequence[Link], op: str, message: Callable[[Link], dict[str, Any]]
     ) -> dict[int, dict[str, Any] | RayxferError]:
         """`op` on every link at once, asked again until done. A link that does not answer in time
         yields `TransferTimeout`."""
@@ -560,7 +479,7 @@ class Sender:
 
     def _timeout(
         self,
-        call: _Call,
+        call: Call,
         phase: str,
         rank: int | None,
         key: str,
@@ -577,7 +496,7 @@ class Sender:
             name=name,
         )
 
-    def _may_be_gated(self, call: _Call, links: list[Link]) -> bool:
+    def _may_be_gated(self, call: Call, links: list[Link]) -> bool:
         """Whether the offer and its bytes go in one call. Not an offer that is new to a worker: it may be
         refused, and then all that is wrong with it is to be said, by every worker."""
         return (
@@ -588,7 +507,7 @@ class Sender:
             and all(link.has_metadata == call.offer.digest for link in links)
         )
 
-    def _offers(self, call: _Call) -> dict[int, dict[str, Any]]:
+    def _offers(self, call: Call) -> dict[int, dict[str, Any]]:
         """What each worker is told of this round's offer, by rank."""
         messages: dict[int, dict[str, Any]] = {}
         for channel in self._channels:
@@ -605,7 +524,7 @@ class Sender:
                     messages[link.rank]["metadata"] = call.offer.wire
         return messages
 
-    def _prepare(self, call: _Call, links: list[Link]) -> None:
+    def _prepare(self, call: Call, links: list[Link]) -> None:
         """Preflight on every worker. Raises with every problem of every worker; nothing changed."""
         messages = self._offers(call)
         answers = self._fan_out(call, links, "prepare", lambda link: messages[link.rank])
@@ -661,7 +580,7 @@ class Sender:
     def _channel_of(self, link: Link) -> Channel:
         return next(channel for channel in self._channels if link in channel.links)
 
-    def _update(self, call: _Call, links: list[Link], gated: bool) -> None:
+    def _update(self, call: Call, links: list[Link], gated: bool) -> None:
         """Stream to every channel and gather the votes; compare digests."""
         stream = Stream(
             channels=self._channels,
@@ -691,7 +610,7 @@ class Sender:
             vote = stream.votes[link.rank]
             row = call.rows[link.rank]
             row.seconds = vote.at - start
-            error = vote.error or _mismatch(vote, stream.digests, call)
+            error = vote.error or mismatch(vote, stream.digests, call)
             if error is not None:
                 row.fail(error, WorkerState.TORN)
                 self._channel_of(link).dirty = True
@@ -710,13 +629,13 @@ class Sender:
             raise _Again
 
     @staticmethod
-    def _proves(call: _Call, channel: Channel, stream: Stream) -> bool:
+    def _proves(call: Call, channel: Channel, stream: Stream) -> bool:
         prover = channel.prover
         if prover is None or call.rows[prover.rank].error is not None:
             return False
         return stream.votes[prover.rank].shared_proof
 
-    def _clear_up(self, call: _Call, links: list[Link], stream: Stream, broken: Broken) -> None:
+    def _clear_up(self, call: Call, links: list[Link], stream: Stream, broken: Broken) -> None:
         """After a broken stream: free everyone, decide who is out. Raises if no retry can help."""
         for rank, error in broken.failed.items():
             call.rows[rank].fail(error, WorkerState.TORN)
@@ -744,7 +663,7 @@ class Sender:
                 row = call.rows[rank]
                 row.fail(error, row.left_as)
 
-    def _abort_workers(self, call: _Call, links: Sequence[Link]) -> None:
+    def _abort_workers(self, call: Call, links: Sequence[Link]) -> None:
         """Tell workers that the round is over; rows learn what state that left them in.
 
         Lost workers are told as well (a stopped one may wake up), but not waited for.
@@ -769,7 +688,7 @@ class Sender:
             if row.error is not None:
                 row.state = row.left_as
 
-    def _finish(self, call: _Call) -> None:
+    def _finish(self, call: Call) -> None:
         """All live workers voted: finish on each. One that fails is TORN; the others go on."""
         links = call.live()
         if not call.serving():
@@ -788,12 +707,12 @@ class Sender:
         if not call.serving():
             raise self._nobody(call)
 
-    def _commit(self, call: _Call) -> None:
+    def _commit(self, call: Call) -> None:
         """Record the version; then caches and resume. What fails now makes a worker TORN.
 
         The controller does all of it in the one call if every worker is quick; this finishes the rest.
         """
-        hoped = self._settled(call, committed=True)
+        hoped = call.settled(committed=True)
         said = self._coordinator.commit(call.claim(), hoped, {**self._base, **call.ids()})
         links = {link.rank: link for link in call.live()}
         answers: dict[int, dict[str, Any] | RayxferError] = {}
@@ -814,11 +733,11 @@ class Sender:
         if said["settled"]:
             return
         with contextlib.suppress(StateError):  # committed all the same: the controller asks around
-            self._coordinator.settle(call.claim(), self._settled(call))
+            self._coordinator.settle(call.claim(), call.settled())
 
     # ---- ends -----------------------------------------------------------------------------------
 
-    def _release(self, call: _Call, error: BaseException) -> None:
+    def _release(self, call: Call, error: BaseException) -> None:
         """The call failed: free whoever still waits, and close the round."""
         try:
             live = [link for link in call.live() if any(link in c.links for c in self._channels)]
@@ -832,134 +751,15 @@ class Sender:
             for channel in self._channels:
                 channel.dirty = True
             with contextlib.suppress(RayxferError):  # the caller is to see the first error
-                self._coordinator.settle(call.claim(), self._settled(call))
+                self._coordinator.settle(call.claim(), call.settled())
 
-    def _settled(self, call: _Call, *, committed: bool = False) -> list[dict[str, Any]]:
-        """What became of each worker; `committed`: of the live ones, if they all commit."""
-
-        def now(row: _Row) -> tuple[WorkerState, int]:
-            hoped = committed and row.error is None
-            return (WorkerState.READY, call.version) if hoped else (row.state, row.version)
-
-        return [
-            {
-                "rank": rank,
-                "state": str(now(row)[0]),
-                "version": now(row)[1],
-                "backend": row.link.backend or row.link.requested,
-                "incarnation": row.link.incarnation,
-                "error": row.error,
-                "casts": bool(row.casts),
-                "partial": call.partial,
-            }
-            for rank, row in call.rows.items()
-        ]
-
-    def _report(self, call: _Call, seconds: float) -> SyncReport:
+    def _unchanged(self, call: Call) -> tuple[str, ...]:
+        """The names whose bytes are those of the last sync that had them, where digests tell."""
+        if call.digests is None:
+            return ()
         names = call.offer.columns.names
-        unchanged: tuple[str, ...] = ()
-        if call.digests is not None:
-            before = map(self._previous.get, names)
-            same = zip(names, before, call.digests, strict=True)
-            unchanged = tuple([name for name, old, new in same if old == new])
-            self._previous.update(zip(names, call.digests, strict=True))
-        return SyncReport(
-            version=call.version,
-            num_bytes=call.offer.num_bytes,
-            num_tensors=len(names),
-            seconds=seconds,
-            workers=tuple(
-                WorkerReport(
-                    rank=rank,
-                    state=row.state,
-                    version=row.version,
-                    seconds=row.seconds,
-                    backend=row.link.backend or row.link.requested,
-                    reason=row.link.reason,
-                    verified=row.verified,
-                    complete=row.complete,
-                    casts=row.casts,
-                    error=row.error,
-                )
-                for rank, row in call.rows.items()
-                if rank != KEEPER_RANK
-            ),
-            phases=dict(call.phases),
-            attempts=call.attempts,
-            partial=call.partial,
-            sent=names if call.partial else (),
-            kept=tuple(call.kept) if call.partial else (),
-            unchanged=unchanged,
-            control_calls=max((row.link.calls for row in call.rows.values()), default=0),
-        )
-
-
-def _mismatch(vote: Vote, sent: list[int] | None, call: _Call) -> RayxferError | None:
-    """The first tensor whose digest at the worker is not what the sender read."""
-    if sent is None or vote.verified == "off" or vote.shared:
-        return None
-    if len(vote.digests) != len(sent):
-        return TransferError(
-            f"worker {vote.rank} digested {len(vote.digests)} tensors, the sender {len(sent)}",
-            phase="verify",
-            weight_version=call.version,
-            worker=vote.rank,
-        )
-    if array.array("Q", sent) == vote.digests:
-        return None
-    for meta, here, there in zip(call.metadata, sent, vote.digests, strict=True):
-        if here != there:
-            return TransferError(
-                f"digest mismatch at {meta.name!r} on worker {vote.rank}: the sender read {here:016x}, "
-                f"{vote.verified} was {there:016x}; the version was not taken",
-                phase="verify",
-                weight_version=call.version,
-                worker=vote.rank,
-                name=meta.name,
-            )
-    return None
-
-
-class _Lease:
-    """Tells the coordinator every second that this trainer lives, while there is a claim.
-
-    One thread for all rounds, which looks once a second: starting one costs a round more than many of
-    its messages do. It ends with a minute of idleness, and with `close`.
-    """
-
-    def __init__(self, coordinator: CoordinatorProtocol) -> None:
-        self._coordinator = coordinator
-        self._changed = threading.Condition()
-        self._claim: dict[str, Any] | None = None
-        self._context = contextvars.copy_context()
-        self._used = 0.0
-        self._running = self._closed = False
-
-    def start(self, claim: dict[str, Any]) -> None:
-        with self._changed:
-            self._claim, self._used = claim, time.monotonic()
-            self._context = contextvars.copy_context()
-            if not self._running:
-                self._running, self._closed = True, False
-                threading.Thread(target=self._run, name="rayxfer-lease", daemon=True).start()
-
-    def stop(self) -> None:
-        self._claim = None
-
-    def close(self) -> None:
-        with self._changed:
-            self._claim, self._closed = None, True
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait(1.0)
-                claim, idle = self._claim, time.monotonic() - self._used
-                if self._closed or (claim is None and idle > _LEASE_IDLE_S):
-                    self._running = False
-                    return
-            if claim is not None:
-                # A refusal, or a controller that restarts: the main thread finds out what it means.
-                with contextlib.suppress(RayxferError):
-                    self._context.run(self._coordinator.renew, claim)
+        before = map(self._previous.get, names)
+        same = zip(names, before, call.digests, strict=True)
+        unchanged = tuple([name for name, old, new in same if old == new])
+        self._previous.update(zip(names, call.digests, strict=True))
+        return unchanged

@@ -10,21 +10,20 @@ answer is a heartbeat.
 from __future__ import annotations
 
 import array
-import hashlib
 import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from rayxfer.base import WeightTransferEngine
+from rayxfer.binding import Binding, fingerprint, load_function
 from rayxfer.config import ParallelConfig, WeightTransferConfig
-from rayxfer.digest import digest
+from rayxfer.delivery import Delivery, Offer, Round, RoundAborted
 from rayxfer.errors import (
     ConfigError,
     ContractError,
@@ -34,316 +33,14 @@ from rayxfer.errors import (
     portable_cause,
 )
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
-from rayxfer.loader import FuseRule, ModuleLoader, OpaqueLoader, StagedLoader, WeightLoader
+from rayxfer.loader import ModuleLoader, WeightLoader
 from rayxfer.mapped import MappedLoader
-from rayxfer.metadata import (
-    Columns,
-    ParamMeta,
-    dtype_name,
-    metadata_digest,
-    metadata_from_wire,
-)
+from rayxfer.opaque import OpaqueLoader, StagedLoader
 from rayxfer.report import WorkerState
-from rayxfer.source import ModuleSource, Rename, WeightSource, named_tensors
 from rayxfer.tasks import Task
 from rayxfer.topology import local_facts
 
-__all__ = ["Binding", "RoundAborted", "WorkerSession"]
-
-
-class RoundAborted(TransferError):
-    """Raised out of `load_weights` when its round was aborted."""
-
-
-@dataclass(frozen=True)
-class Binding:
-    """What a worker lends to its session.
-
-    Attributes:
-        model: the live module, or a function that returns it (for workers that replace it).
-        load_weights: `f(model, [(name, tensor), …]) -> set of written names | None`; None: the
-            model's own `load_weights(weights)` if it has one, else the default loader.
-        pause: called with "keep", "wait" or "abort" before weights change; returns when nothing
-            reads them. Must be safe to call twice.
-        resume: called when the weights are whole again. Must be safe to call twice.
-        reset_cache: called once after each commit, before resume, under cache_policy="reset".
-        start_update, finish_update: called once per round around the loading, however many buckets.
-        on_state: told every change of state.
-        rename, fuse: rules of the default loader.
-        make_loader, make_source: instead of all that, for what is no model (see `rayxfer.keeper`).
-    """
-
-    model: torch.nn.Module | Callable[[], torch.nn.Module]
-    load_weights: Callable[[Any, list[tuple[str, torch.Tensor]]], Any] | None = None
-    pause: Callable[[str], Any] | None = None
-    resume: Callable[[], Any] | None = None
-    reset_cache: Callable[[], Any] | None = None
-    start_update: Callable[[], Any] | None = None
-    finish_update: Callable[[], Any] | None = None
-    on_state: Callable[[WorkerState], Any] | None = None
-    rename: Rename | None = None
-    fuse: Sequence[FuseRule] = ()
-    make_loader: Callable[[], WeightLoader] | None = None
-    make_source: Callable[[], WeightSource] | None = None
-
-    def source(self) -> WeightSource:
-        """What this worker can give to another."""
-        return (
-            self.make_source() if self.make_source is not None else ModuleSource(self.live_model())
-        )
-
-    def live_model(self) -> torch.nn.Module:
-        model = self.model if isinstance(self.model, torch.nn.Module) else self.model()
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigError(f"the bound model is a {type(model).__name__}, not an nn.Module")
-        return model
-
-
-@dataclass
-class _Round:
-    """Everything about the round under way."""
-
-    round_id: int
-    attempt: int
-    version: int
-    metadata: tuple[ParamMeta, ...]
-    partial: bool
-    update_info: Any
-    loader: WeightLoader
-    verify: bool
-    previous: WorkerState
-    checkpoint_format: bool
-    casts: bool
-    columns: _Columns
-    aborted: threading.Event = field(default_factory=threading.Event)
-    pushed: dict[int, threading.Event] = field(default_factory=dict)
-    pausing: bool = False
-    prove: bool = True
-    gate: int | None = None
-    preflight: dict[str, Any] = field(default_factory=dict)
-    voted: bool = False
-    finished: bool = False
-
-
-@dataclass(frozen=True)
-class _Offer:
-    """What the sender offers, kept from round to round: it is sent again only when it changed."""
-
-    digest: str
-    metadata: tuple[ParamMeta, ...]
-    wire: dict[str, Any]
-    columns: _Columns
-
-    @classmethod
-    def read(cls, wire: Any, digest: str) -> _Offer:
-        metadata = metadata_from_wire(wire)
-        if metadata_digest(metadata) != digest:
-            raise ContractError("the metadata does not match its digest")
-        fields = {k: wire[k] for k in ("names", "dtype_names", "shapes")}
-        return cls(digest, metadata, fields, _Columns(metadata))
-
-
-class _Columns(Columns):
-    """An offer's metadata by columns: neighbours are compared in one go, not field by field."""
-
-    def __init__(self, metadata: Sequence[ParamMeta]) -> None:
-        super().__init__(metadata)
-        self.index = {name: index for index, name in enumerate(self.names)}
-
-    def neighbours(self, names: tuple[str, ...]) -> slice | None:
-        """Where these names are in the offer, side by side in this order."""
-        first = self.index.get(names[0]) if names else None
-        if first is None:
-            return None
-        here = slice(first, first + len(names))
-        return here if names == self.names[here] else None
-
-    def run(self, weights: Sequence[tuple[str, torch.Tensor]]) -> slice | None:
-        """Where `weights` are neighbours in the offer, and just as offered: their slice of it."""
-        names, tensors = zip(*weights, strict=True) if weights else ((), ())
-        here = self.neighbours(names)
-        if here is None or not _TENSORS.issuperset(map(type, tensors)):
-            return None
-        fits = [tensor.dtype for tensor in tensors] == self.dtypes[here]
-        fits = fits and [tensor.shape for tensor in tensors] == self.shapes[here]
-        return here if fits else None
-
-
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
-
-
-class _LoadWeights:
-    """The `load_weights` that an engine is given: counts, checks, digests, then loads.
-
-    Attributes:
-        copies_only: the loader keeps nothing; views are welcome.
-    """
-
-    def __init__(self, current: _Round) -> None:
-        self._round = current
-        self._columns = current.columns
-        self._index = current.columns.index
-        self._handed = bytearray(len(current.metadata))
-        self._delivered = [0] * len(current.metadata)
-        self._digest = current.verify and not current.loader.one_to_one
-        self.copies_only = current.loader.copies_only
-        self.num_bytes = 0
-        self.in_loader = False
-        self.last_name: str | None = None
-        self.loader_error: TransferError | None = None
-
-    def landing(self, name: str) -> torch.Tensor | None:
-        """Where the bytes of `name` may be written directly (flat uint8), or None. Follow up with
-        `landed(name)`."""
-        self._check_abort()
-        if self.loader_error is not None:
-            return None
-        return self._round.loader.landing(self._take(name, claim=False))
-
-    def landed(self, name: str) -> None:
-        """All bytes of `landing(name)` were written."""
-        index = self._take(name)
-        self._round.loader.landed(index)
-        self._count(name, self._round.metadata[index].num_bytes)
-
-    def landings(self, names: tuple[str, ...], sizes: Sequence[int]) -> Sequence[int] | None:
-        """The addresses to which the bytes of these tensors may be copied, neighbours in the offer, each
-        of so many bytes; None where not every one has such a place in the host's memory. Follow up with
-        `landed_all(names)`."""
-        self._check_abort()
-        here = self._columns.neighbours(names)
-        if self.loader_error is not None or here is None or 1 in self._handed[here]:
-            return None
-        if self._columns.num_bytes[here] != sizes:
-            return None
-        return self._round.loader.landings(here)
-
-    def landed_all(self, names: tuple[str, ...]) -> None:
-        """All bytes of `landings(names, …)` were written."""
-        here = self._columns.neighbours(names)
-        assert here is not None
-        self._handed[here] = b"\1" * len(names)
-        self._round.loader.landed_all(here)
-        self._count(names[-1], sum(self._columns.num_bytes[here]))
-        self._check_abort()
-
-    def progress(self, num_bytes: int) -> None:
-        """Bytes arrived that no `load_weights` call has shown yet: keeps a slow link from looking
-        stalled, and is where an abort gets through."""
-        self.num_bytes += num_bytes
-        self._check_abort()
-
-    def __call__(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._load(weights, self._round.loader.load)
-
-    def _load(
-        self,
-        weights: Sequence[tuple[str, torch.Tensor]],
-        load: Callable[[list[tuple[int, torch.Tensor]]], None],
-    ) -> None:
-        self._check_abort()
-        if not isinstance(weights, (list, tuple)):
-            weights = list(weights)
-        items: list[tuple[int, torch.Tensor]] = []
-        run = self._columns.run(weights)
-        if run is not None and 1 not in self._handed[run]:
-            self._handed[run] = b"\1" * len(weights)
-            items = [(index, tensor) for index, (_, tensor) in enumerate(weights, start=run.start)]
-        else:  # one by one, to name the first offender
-            for name, tensor in weights:
-                index = self._take(name)
-                self._compare(self._round.metadata[index], tensor)
-                items.append((index, tensor))
-        if self._digest:
-            for index, tensor in items:
-                self._delivered[index] = digest(tensor)
-        if self.loader_error is None and items:
-            self.in_loader = True
-            try:
-                load(items)
-            except Exception as error:  # the user's loader: keep draining, so that others go on
-                first = self._round.metadata[items[0][0]].name
-                text = f"the loader raised at {first!r}: {type(error).__name__}: {error}"
-                self.loader_error = TransferError(
-                    text, phase="load", name=first, cause=portable_cause(error)
-                )
-            finally:
-                self.in_loader = False
-        if items:
-            sizes = self._columns.num_bytes
-            self._count(weights[-1][0], sum([sizes[index] for index, _ in items]))
-        self._check_abort()
-
-    def keep(
-        self,
-        weights: Sequence[tuple[str, torch.Tensor]],
-        file: Any,
-        on_live: Callable[[], None],
-    ) -> None:
-        """As a call, with tensors that stay as they are until this worker has gone over to others: those
-        may be used where they lie. See `rayxfer.mapped`."""
-        loader = self._round.loader
-        if loader.keeps:
-            self._load(weights, lambda items: loader.keep(items, file, on_live))
-        elif loader.copies_only:
-            self(weights)
-        else:
-            self([(name, tensor.clone()) for name, tensor in weights])
-
-    def _check_abort(self) -> None:
-        if self._round.aborted.is_set():
-            raise RoundAborted(
-                f"round {self._round.round_id} was aborted",
-                phase="update",
-                weight_version=self._round.version,
-                name=self.last_name,
-            )
-
-    def _count(self, name: str, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self.last_name = name
-
-    def _take(self, name: str, *, claim: bool = True) -> int:
-        index = self._index.get(name)
-        if index is None:
-            raise ContractError(f"the engine delivered {name!r}, which was not offered", name=name)
-        if self._handed[index]:
-            raise ContractError(f"the engine delivered {name!r} twice", name=name)
-        if claim:
-            self._handed[index] = 1
-        return index
-
-    @staticmethod
-    def _compare(meta: ParamMeta, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise ContractError(
-                f"the engine delivered a {type(tensor).__name__} as {meta.name!r}", name=meta.name
-            )
-        if tensor.dtype != meta.dtype or tuple(tensor.shape) != meta.shape:
-            raise ContractError(
-                f"the engine delivered {meta.name!r} as {dtype_name(tensor.dtype)}"
-                f"{list(tensor.shape)}, offered was {meta}",
-                name=meta.name,
-            )
-
-    def check_complete(self) -> None:
-        if 0 not in self._handed:
-            return
-        missing = [
-            m.name
-            for m, handed in zip(self._round.metadata, self._handed, strict=True)
-            if not handed
-        ]
-        if missing:
-            total = len(self._handed)
-            raise ContractError(
-                f"the engine delivered {total - len(missing)} of {total} tensors; the first missing "
-                f"is {missing[0]!r}",
-                name=missing[0],
-            )
-
-    def delivered_digests(self) -> list[int]:
-        return self._delivered
+__all__ = ["WorkerSession"]
 
 
 class WorkerSession:
@@ -362,9 +59,9 @@ class WorkerSession:
         self._session_id: str | None = None
         self._dead_sessions: deque[str] = deque(maxlen=16)
         self._config = WeightTransferConfig()
-        self._round: _Round | None = None
-        self._load: _LoadWeights | None = None
-        self._offer: _Offer | None = None
+        self._round: Round | None = None
+        self._load: Delivery | None = None
+        self._offer: Offer | None = None
         self._memo: dict[str, Any] = {}
         self._learned: dict[str, frozenset[str]] = {}
         self._owner: dict[str, Any] | None = None
@@ -439,7 +136,7 @@ class WorkerSession:
             WeightTransferEngineFactory.get_engine_class(backend).check_available()
         model = self._binding.live_model()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        function = _load_function(self._binding, model)
+        function = load_function(self._binding, model)
         plain = function is None and self._binding.rename is None and not self._binding.fuse
         return {
             **self.snapshot(),
@@ -605,7 +302,7 @@ class WorkerSession:
         if offer is None or offer.digest != message["metadata_digest"]:
             if "metadata" not in message:
                 return {"need": "metadata"}
-            offer = self._offer = _Offer.read(message["metadata"], message["metadata_digest"])
+            offer = self._offer = Offer.read(message["metadata"], message["metadata_digest"])
         metadata = offer.metadata
         update_info = self._engine.parse_update_info(
             {
@@ -629,7 +326,7 @@ class WorkerSession:
             return {"problems": preflight.problems, "name": preflight.first_name}
         with self._lock:
             self._last_round = (round_id, attempt)
-            self._round = _Round(
+            self._round = Round(
                 round_id=round_id,
                 attempt=attempt,
                 version=int(message["version"]),
@@ -656,7 +353,7 @@ class WorkerSession:
         mapped = config.load_mode == "mapped"
         if not checkpoint_format:
             return ModuleLoader(model, staged=staged, verify=verify)
-        function = _load_function(binding, model)
+        function = load_function(binding, model)
         if function is not None:
             if mapped:
                 raise ConfigError(
@@ -710,7 +407,7 @@ class WorkerSession:
             wait_s = max(0.0, until - time.monotonic()) if message.get("last") else 0.0
         return self._drive(key, lambda: self._receive(engine, current), {"wait_s": wait_s}, current)
 
-    def _receive(self, engine: WeightTransferEngine[Any, Any], current: _Round) -> dict[str, Any]:
+    def _receive(self, engine: WeightTransferEngine[Any, Any], current: Round) -> dict[str, Any]:
         try:
             return self._receive_all(engine, current)
         finally:
@@ -718,10 +415,10 @@ class WorkerSession:
                 consumed.set()
 
     def _receive_all(
-        self, engine: WeightTransferEngine[Any, Any], current: _Round
+        self, engine: WeightTransferEngine[Any, Any], current: Round
     ) -> dict[str, Any]:
         binding, config = self._binding, self._config
-        load = self._load = _LoadWeights(current)
+        load = self._load = Delivery(current)
         load.in_loader = (
             True  # others may not be ready, the pause may wait for requests: not a stall
         )
@@ -764,7 +461,7 @@ class WorkerSession:
                 cause=error,
             ) from error
 
-    def _enter(self, current: _Round) -> None:
+    def _enter(self, current: Round) -> None:
         """From here on nobody reads the weights."""
         current.pausing = True
         if self._binding.pause is not None:
@@ -773,7 +470,7 @@ class WorkerSession:
         current.pausing = False
         self._set_state(WorkerState.UPDATING)
 
-    def _prove(self, current: _Round, load: _LoadWeights) -> dict[str, Any]:
+    def _prove(self, current: Round, load: Delivery) -> dict[str, Any]:
         """Exactly once, complete, and what digests this worker vouches for: the vote."""
         load.check_complete()
         loader = current.loader
@@ -823,7 +520,7 @@ class WorkerSession:
 
         return self._drive(("finish", current.round_id, current.attempt), run, message, current)
 
-    def _finish_hook(self, current: _Round) -> Callable[[], Any] | None:
+    def _finish_hook(self, current: Round) -> Callable[[], Any] | None:
         """What is to run before the record; a staged load runs it once its weights are live."""
         staged = self._config.load_mode != "in_place"
         return self._binding.finish_update if current.checkpoint_format and not staged else None
@@ -844,7 +541,7 @@ class WorkerSession:
             return {"done": True, **self._commit(current)}
         return self._drive(key, lambda: self._commit(current), message)
 
-    def _commit(self, current: _Round) -> dict[str, Any]:
+    def _commit(self, current: Round) -> dict[str, Any]:
         try:
             self._make_live(current)
         except Exception as error:
@@ -857,7 +554,7 @@ class WorkerSession:
         self._end_round(WorkerState.READY)
         return self.snapshot()
 
-    def _make_live(self, current: _Round) -> None:
+    def _make_live(self, current: Round) -> None:
         binding, config = self._binding, self._config
         if config.load_mode != "in_place":
             self._enter(current)
@@ -918,7 +615,7 @@ class WorkerSession:
                 self._visitors -= 1
                 self._quiet.notify_all()
 
-    def _begin_changing(self, current: _Round) -> None:
+    def _begin_changing(self, current: Round) -> None:
         with self._quiet:
             while self._visitors:
                 if current.aborted.is_set():
@@ -943,7 +640,7 @@ class WorkerSession:
         if engine is not None:
             engine.abort()
 
-    def _mark_torn(self, current: _Round) -> None:
+    def _mark_torn(self, current: Round) -> None:
         self.torn_towards = current.version
         self._set_state(WorkerState.TORN)
 
@@ -961,7 +658,7 @@ class WorkerSession:
         if self._binding.on_state is not None:
             self._binding.on_state(state)
 
-    def _current(self, message: dict[str, Any]) -> _Round:
+    def _current(self, message: dict[str, Any]) -> Round:
         self._check_owner(message)
         current = self._round
         # a controller that completes or ends a dead trainer's round does not know the attempt
@@ -979,7 +676,7 @@ class WorkerSession:
         key: tuple[Any, ...],
         function: Callable[[], dict[str, Any]],
         message: dict[str, Any],
-        current: _Round | None = None,
+        current: Round | None = None,
     ) -> dict[str, Any]:
         """Start the task of `key` unless it runs or ran; wait a slice; answer result or progress.
 
@@ -1015,26 +712,6 @@ class WorkerSession:
             "at": time.monotonic(),
             "failed": None if load is None else load.loader_error,
         }
-
-
-def _load_function(
-    binding: Binding, model: torch.nn.Module
-) -> Callable[[list[tuple[str, torch.Tensor]]], Any] | None:
-    """The opaque loading function of this worker, or None where the default loader serves it."""
-    user = binding.load_weights
-    if user is not None:
-        return lambda weights: user(model, weights)
-    own = getattr(model, "load_weights", None)
-    return own if callable(own) else None
-
-
-def fingerprint(model: torch.nn.Module) -> str:
-    """Equal for models between which tensors can be copied by name as they are."""
-    h = hashlib.blake2b(digest_size=16)
-    h.update(f"{type(model).__module__}.{type(model).__qualname__}".encode())
-    for name, tensor in named_tensors(model).items():
-        h.update(repr((name, tensor.dtype, tuple(tensor.shape))).encode())
-    return h.hexdigest()
 
 
 _ABANDON_S = 0.5

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from rayxfer.binding import Binding
 from rayxfer.client import reconstructed
 from rayxfer.errors import ConfigError, StateError
 from rayxfer.loader import FuseRule, WeightLoader
 from rayxfer.report import WorkerState
-from rayxfer.session import Binding, WorkerSession
+from rayxfer.session import WorkerSession
 from rayxfer.source import Rename, WeightSource
 
 __all__ = ["WorkerMixin"]
@@ -51,7 +52,7 @@ class WorkerMixin:
         make_loader: Callable[[], WeightLoader] | None = None,
         make_source: Callable[[], WeightSource] | None = None,
     ) -> None:
-        """Lend the model and hooks to rayxfer. Arguments are those of `rayxfer.session.Binding`.
+        """Lend the model and hooks to rayxfer. Arguments are those of `rayxfer.binding.Binding`.
 
         An actor that Ray reconstructed holds what its constructor built, not the committed version:
         it starts CONNECTING and becomes READY with the next version it is given.

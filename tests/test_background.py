@@ -33,8 +33,8 @@ from rayxfer import (
     WeightTransferConfig,
 )
 from rayxfer.background import Snapshots
+from rayxfer.binding import Binding
 from rayxfer.memfile import find
-from rayxfer.session import Binding
 from rayxfer.source import named_tensors
 from rayxfer.testing.faults import Fault, faulty
 from rayxfer.testing.local import LocalController
@@ -450,7 +450,7 @@ def trainer_of() -> Any:
 EXIT = """
     import torch
     from rayxfer import WeightTransferConfig
-    from rayxfer.session import Binding
+    from rayxfer.binding import Binding
     from rayxfer.testing.local import LocalController
     import threading
     entered = threading.Event()

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from rayxfer import PartialUpdate, WeightTransferConfig
+from rayxfer.binding import Binding
 from rayxfer.client import InProcessClient
 from rayxfer.coordinator import Coordinator
 from rayxfer.errors import StateError
 from rayxfer.report import WorkerState
 from rayxfer.sender import Sender
-from rayxfer.session import Binding, WorkerSession
+from rayxfer.session import WorkerSession
 from rayxfer.source import ModuleSource
 from tests.helpers import assert_same_bytes, poison
 

@@ -286,7 +286,7 @@ def test_a_warm_round_makes_no_buckets(backend: str, how: str, books: Books) -> 
 
 def test_what_is_made_would_be_seen(books: Books) -> None:
     """A loader that keeps what it is given is handed memory of its own."""
-    from rayxfer.session import Binding
+    from rayxfer.binding import Binding
 
     kept: list[Any] = []
     trainer, worker = Model(large=False), Model(large=False)

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from rayxfer import ContractError, TransferError, WeightTransferConfig
+from rayxfer.binding import Binding
 from rayxfer.engines.ring import RingReader, RingWriter
-from rayxfer.session import Binding
 from rayxfer.source import named_tensors
 from rayxfer.testing.local import LocalController
 from rayxfer.testing.processes import ProcessWorker

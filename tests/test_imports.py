@@ -91,7 +91,8 @@ WITHOUT_RAY = """
     import torch
     import rayxfer
     from rayxfer import MappingSource, ModuleSource, WeightTransferConfig
-    from rayxfer.session import Binding, WorkerSession
+    from rayxfer.binding import Binding
+    from rayxfer.session import WorkerSession
     from rayxfer.testing import LocalController, poison, raw_bytes
 
     def model(seed):

@@ -11,7 +11,8 @@ from torch import nn
 
 from rayxfer import ConfigError, ContractError, FuseRule, ParamMeta
 from rayxfer.digest import digest
-from rayxfer.loader import ModuleLoader, OpaqueLoader, StagedLoader, WeightLoader
+from rayxfer.loader import ModuleLoader, WeightLoader
+from rayxfer.opaque import OpaqueLoader, StagedLoader
 from tests.helpers import POISON, assert_same_bytes, poison, raw_bytes
 from tests.test_packing import DTYPES, LAYOUTS, random_base
 

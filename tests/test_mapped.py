@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from rayxfer import ConfigError, ModuleSource, PartialUpdate, TransferError, WeightTransferConfig
+from rayxfer.binding import Binding
 from rayxfer.engines.ring import RingWriter
 from rayxfer.engines.versions import Versions
 from rayxfer.memfile import MemoryFile
-from rayxfer.session import Binding
 from rayxfer.testing.local import LocalController
 from rayxfer.testing.processes import ProcessWorker
 from rayxfer.topology import local_facts

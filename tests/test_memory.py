@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from rayxfer import WeightTransferConfig
+from rayxfer.binding import Binding
 from rayxfer.client import InProcessClient
 from rayxfer.coordinator import Coordinator, RosterNeeded
 from rayxfer.memory import Memory
-from rayxfer.session import Binding, WorkerSession
+from rayxfer.session import WorkerSession
 from rayxfer.topology import local_facts
 
 CONFIG = WeightTransferConfig(backend="gloo")

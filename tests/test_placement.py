@@ -146,7 +146,7 @@ def test_processes_and_a_loader_that_keeps_what_it_is_given() -> None:
     def keep(_: object, weights: list[tuple[str, torch.Tensor]]) -> None:
         kept.update(weights)
 
-    from rayxfer.session import Binding
+    from rayxfer.binding import Binding
 
     binding = Binding(Zoo(3), load_weights=keep)
     with LocalController([binding], WeightTransferConfig(backend="shm")) as controller:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from rayxfer import ConfigError, ContractError, RayxferError, StateError, WeightTransferConfig
+from rayxfer.binding import Binding
 from rayxfer.factory import WeightTransferEngineFactory
 from rayxfer.metadata import ParamMeta, metadata_digest, metadata_to_wire
-from rayxfer.session import Binding, WorkerSession
+from rayxfer.session import WorkerSession
 from rayxfer.testing import poison, raw_bytes
 
 OWNER = {"name": "c", "controller_id": "id", "epoch": 1, "version": 0, "roster": [], "rank": 0}

@@ -21,11 +21,11 @@ from rayxfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from rayxfer.binding import Binding
 from rayxfer.config import WeightTransferConfig
 from rayxfer.errors import PartialUpdate, RayxferError, UnknownBackend
 from rayxfer.factory import WeightTransferEngineFactory
 from rayxfer.report import WorkerState
-from rayxfer.session import Binding
 from rayxfer.source import ModuleSource, ParamMeta, WeightSource, named_tensors
 from rayxfer.testing.local import LocalController
 from rayxfer.testing.tensors import assert_same_bytes, poison

@@ -10,13 +10,14 @@ import torch
 
 from rayxfer import background
 from rayxfer.background import SyncHandle
+from rayxfer.binding import Binding
 from rayxfer.client import InProcessClient, WorkerClient
 from rayxfer.config import WeightTransferConfig
 from rayxfer.coordinator import Coordinator
 from rayxfer.factory import EngineEntry, WeightTransferEngineFactory
 from rayxfer.report import Status, SyncReport
 from rayxfer.sender import Sender
-from rayxfer.session import Binding, WorkerSession
+from rayxfer.session import WorkerSession
 from rayxfer.source import as_source
 
 __all__ = ["LocalController"]

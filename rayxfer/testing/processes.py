@@ -136,7 +136,8 @@ def _serve(
     connection: Connection, build: Callable[..., Any], arguments: Any, environ: dict[str, str]
 ) -> None:
     os.environ.update(environ)
-    from rayxfer.session import Binding, WorkerSession
+    from rayxfer.binding import Binding
+    from rayxfer.session import WorkerSession
 
     made = build(*arguments)
     binding = made if isinstance(made, Binding) else Binding(made)

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 
+from rayxfer.binding import Binding
 from rayxfer.errors import ConfigError, StateError
-from rayxfer.loader import EMPTY_OFFER, ModuleLoader, Preflight, StagedLoader, WeightLoader
+from rayxfer.loader import EMPTY_OFFER, ModuleLoader, Preflight, WeightLoader
 from rayxfer.metadata import ParamMeta
+from rayxfer.opaque import StagedLoader
 from rayxfer.report import WorkerState
-from rayxfer.session import Binding, WorkerSession
+from rayxfer.session import WorkerSession
 from rayxfer.vllm.dry_run import DryRun, dry_run
 from rayxfer.vllm.reload import Reload
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from rayxfer import TransferError, WeightTransferConfig, WeightTransferEngineFactory
+from rayxfer.binding import Binding
 from rayxfer.engines.broadcast import BroadcastInitInfo
 from rayxfer.engines.gloo import GlooEngine, GlooGroup
 from rayxfer.engines.rendezvous import Rendezvous, RendezvousStore
-from rayxfer.session import Binding, WorkerSession
+from rayxfer.session import WorkerSession
 from rayxfer.testing import LocalController
 
 OWNER = {"name": "c", "controller_id": "id", "epoch": 1, "version": 0, "roster": [], "rank": 0}

@@ -20,10 +20,10 @@ from rayxfer import (
     WeightTransferConfig,
     WeightTransferEngineFactory,
 )
+from rayxfer.binding import Binding
 from rayxfer.channel import Channel, Link
 from rayxfer.engines import gloo, routes
 from rayxfer.engines.gloo import GlooGroup
-from rayxfer.session import Binding
 from rayxfer.testing import Fault, LocalController, ProcessWorker, assert_same_bytes, faulty, poison
 from rayxfer.topology import Facts, start_time
 

@@ -24,12 +24,13 @@ from rayxfer import (
     WeightSource,
     WeightTransferConfig,
 )
+from rayxfer.binding import Binding
 from rayxfer.client import WorkerClient, spawn
 from rayxfer.coordinator import Coordinator
 from rayxfer.factory import WeightTransferEngineFactory
 from rayxfer.report import WorkerState
 from rayxfer.sender import Sender
-from rayxfer.session import Binding, WorkerSession
+from rayxfer.session import WorkerSession
 from rayxfer.source import as_source
 from rayxfer.vllm.relay import Relay, merged
 from rayxfer.vllm.wire import decode, encode

@@ -17,8 +17,8 @@ from rayxfer import (
     TransferTimeout,
     WorkerLost,
 )
+from rayxfer.delivery import RoundAborted
 from rayxfer.report import WorkerState
-from rayxfer.session import RoundAborted
 from rayxfer.vllm.wire import decode, encode
 
 # two keys are the format's own
