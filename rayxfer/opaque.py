@@ -1,4 +1,4 @@
-"""Loading by a function of the worker's own (a model's `load_weights`, a user's), which shows no effects."""
+"""Loading by a function (a model's own `load_weights`, a user's), which does not show what it does."""
 
 from __future__ import annotations
 

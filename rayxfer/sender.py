@@ -498,13 +498,15 @@ class Sender:
 
     def _may_be_gated(self, call: Call, links: list[Link]) -> bool:
         """Whether the offer and its bytes go in one call. Not an offer that is new to a worker: it may be
-        refused, and then all that is wrong with it is to be said, by every worker."""
+        refused, and then all that is wrong with it is to be said, by every worker. Nor a part of the model
+        that will be of no use to somebody."""
         return (
             len(self._channels) == 1
             and self._channels[0].gated
             and not call.two_steps
             and call.offer.num_bytes > 0
             and all(link.has_metadata == call.offer.digest for link in links)
+            and (not call.partial or all(call.rows[n.rank].version == call.base for n in links))
         )
 
     def _offers(self, call: Call) -> dict[int, dict[str, Any]]:

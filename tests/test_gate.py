@@ -21,7 +21,8 @@ from rayxfer.testing.local import LocalController
 from rayxfer.testing.processes import ProcessWorker
 from tests.helpers import assert_same_bytes, poison, raw_bytes
 
-SHM = WeightTransferConfig(backend="shm")
+BOTH = pytest.mark.parametrize("backend", ["shm", "gloo"])
+"""The ring's gate, and the rendezvous's."""
 
 
 class Net(nn.Module):
@@ -121,11 +122,12 @@ def test_whoever_waits_at_the_gate_is_freed_by_an_abort() -> None:
 # ---- rounds ---------------------------------------------------------------------------------------
 
 
+@BOTH
 @pytest.mark.parametrize("load_mode", ["in_place", "staged", "mapped"])
-def test_from_the_second_round_on_it_is_one_call(load_mode: Any) -> None:
+def test_from_the_second_round_on_it_is_one_call(load_mode: Any, backend: str) -> None:
     trainer, workers = Net(1), [Net(2), Net(3)]
     with LocalController(
-        workers, WeightTransferConfig(backend="shm", load_mode=load_mode)
+        workers, WeightTransferConfig(backend=backend, load_mode=load_mode)
     ) as controller:
         for step in range(4):
             with torch.no_grad():
@@ -144,10 +146,11 @@ def test_from_the_second_round_on_it_is_one_call(load_mode: Any) -> None:
                 assert session.calls["update"] == 1
 
 
-def test_casts_and_what_is_kept_are_told_every_time() -> None:
+@BOTH
+def test_casts_and_what_is_kept_are_told_every_time(backend: str) -> None:
     trainer, worker = Net(1), Net(2)
     worker.large.data = worker.large.data.double()
-    with LocalController([worker], SHM) as controller:
+    with LocalController([worker], WeightTransferConfig(backend=backend)) as controller:
         for _ in range(3):
             report = controller.sync_weights(trainer)
             assert report.workers[0].casts == {"large": "float32 -> float64"}
@@ -158,9 +161,12 @@ def test_casts_and_what_is_kept_are_told_every_time() -> None:
             assert report.workers[0].casts == {"large": "float32 -> float64"}
 
 
-def test_a_refusal_touches_nobody_and_tells_everything() -> None:
+@BOTH
+def test_a_refusal_touches_nobody_and_tells_everything(backend: str) -> None:
     trainer, hooked = Net(1), [Hooked(2), Hooked(3), Hooked(4)]
-    with LocalController([one.binding() for one in hooked], SHM) as controller:
+    with LocalController(
+        [one.binding() for one in hooked], WeightTransferConfig(backend=backend)
+    ) as controller:
         controller.sync_weights(trainer)
         controller.sync_weights(trainer)
         good = [named_tensors(one.model) for one in hooked]
@@ -187,9 +193,12 @@ def test_a_refusal_touches_nobody_and_tells_everything() -> None:
             assert one.resumed >= one.paused
 
 
-def test_a_worker_that_forgot_the_offer_is_told_again() -> None:
+@BOTH
+def test_a_worker_that_forgot_the_offer_is_told_again(backend: str) -> None:
     trainer, hooked = Net(1), [Hooked(2), Hooked(3)]
-    with LocalController([one.binding() for one in hooked], SHM) as controller:
+    with LocalController(
+        [one.binding() for one in hooked], WeightTransferConfig(backend=backend)
+    ) as controller:
         controller.sync_weights(trainer)
         controller.sessions[1]._offer = None
         for one in hooked:
@@ -201,9 +210,10 @@ def test_a_worker_that_forgot_the_offer_is_told_again() -> None:
             assert_same_bytes(named_tensors(trainer), named_tensors(one.model))
 
 
-def test_a_worker_that_fell_behind_sits_a_part_out() -> None:
+@BOTH
+def test_a_worker_that_fell_behind_sits_a_part_out(backend: str) -> None:
     trainer, workers = Net(1), [Net(2), Net(3)]
-    config = WeightTransferConfig(backend="shm", on_worker_failure="continue")
+    config = WeightTransferConfig(backend=backend, on_worker_failure="continue")
     part = {"large": trainer.large}
     with LocalController(workers, config) as controller:
         controller.sync_weights(trainer)
@@ -234,9 +244,12 @@ class _Slow:
         return self.model
 
 
-def test_nobody_pauses_for_one_that_never_answers() -> None:
+@BOTH
+def test_nobody_pauses_for_one_that_never_answers(backend: str) -> None:
     trainer, hooked, slow = Net(1), Hooked(2), _Slow()
-    config = WeightTransferConfig(backend="shm", stall_timeout_s=1.0, on_worker_failure="continue")
+    config = WeightTransferConfig(
+        backend=backend, stall_timeout_s=1.0, on_worker_failure="continue"
+    )
     with LocalController([hooked.binding(), Binding(slow)], config) as controller:
         controller.sync_weights(trainer)
         slow.slow = True
@@ -274,15 +287,18 @@ def _dying(strike: int) -> Binding:
 def _looks_in_a_round() -> int:
     """How often a session asks for its model until the first sync is over."""
     dying = _Dying(0)
-    with LocalController([Binding(dying)], SHM) as controller:
+    with LocalController([Binding(dying)], WeightTransferConfig(backend="shm")) as controller:
         controller.sync_weights(Net(1))
         return dying.looks
 
 
+@BOTH
 @pytest.mark.parametrize("action", ["kill", "stop"])
-def test_the_others_get_the_version_when_one_is_gone_at_the_gate(action: str) -> None:
+def test_the_others_get_the_version_when_one_is_gone_at_the_gate(action: str, backend: str) -> None:
     trainer = Net(1)
-    config = WeightTransferConfig(backend="shm", stall_timeout_s=1.5, on_worker_failure="continue")
+    config = WeightTransferConfig(
+        backend=backend, stall_timeout_s=1.5, on_worker_failure="continue"
+    )
     build: Any = (_dying, _looks_in_a_round() + 1) if action == "kill" else (Net, 6)
     with (
         ProcessWorker(*build) as doomed,

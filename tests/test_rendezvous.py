@@ -140,6 +140,44 @@ def test_get_gives_up_at_its_own_deadline(server: Rendezvous) -> None:
         end.close()
 
 
+def test_all_pass_a_gate_together(server: Rendezvous, run: Callable[..., Future[Any]]) -> None:
+    local = RendezvousStore(server, TOKEN, SOON_S)
+    with store(server) as one, store(server) as two:
+        for gate in (7, 8, 3):
+            waiting = [run(one.enter, "1", gate, 3, SOON_S), run(local.enter, "0", gate, 3, SOON_S)]
+            time.sleep(0.05)
+            assert not any(future.done() for future in waiting)
+            two.enter("2", gate, 3, SOON_S)
+            for future in waiting:
+                future.result(SOON_S)
+
+
+def test_who_is_at_another_gate_is_not_at_this_one(server: Rendezvous) -> None:
+    with store(server) as one, store(server) as two:
+        for gate in (5, 6):
+            with pytest.raises(TransferTimeout, match=f"gate {gate}"):
+                one.enter("1", gate, 2, 0.05)
+        with pytest.raises(TransferTimeout, match="gate 5") as caught:
+            two.enter("2", 5, 2, 0.05)  # the first has gone on to 6
+        assert caught.value.phase == "update"
+        with pytest.raises(TransferTimeout, match="gate 9"):
+            RendezvousStore(server, TOKEN, SOON_S).enter("0", 9, 2, 0.05)
+        with pytest.raises(TransferTimeout, match="gate 9"):
+            one.enter("0", 9, 2, 0.05)  # one member twice is one member
+
+
+@pytest.mark.parametrize("end", ["server", "store"])
+def test_an_abort_frees_whoever_waits_at_a_gate(
+    server: Rendezvous, run: Callable[..., Future[Any]], end: str
+) -> None:
+    with store(server) as one:
+        waiting = run(one.enter, "1", 1, 2, SOON_S)
+        eventually(lambda: server._entered == {"1": 1})
+        (server if end == "server" else one).close()
+        with pytest.raises(TransferError, match="gate 1"):
+            waiting.result(SOON_S)
+
+
 def test_torch_meets_over_it(server: Rendezvous, run: Callable[..., Future[Any]]) -> None:
     """It is a store as torch's own: a process group can be made with it."""
 
@@ -244,8 +282,20 @@ def test_a_silent_connection_is_not_borne_for_ever(
         request(b"g", b"a", b"short"),
         request(b"a", b"n", b"one"),
         request(b"a", b"n", b""),
+        request(b"e", b"1", b""),
+        request(b"e", b"1", struct.pack("!QI", 7, 2)),
     ],
-    ids=["huge", "large", "op", "utf-8", "timeout", "number", "no number"],
+    ids=[
+        "huge",
+        "large",
+        "op",
+        "utf-8",
+        "timeout",
+        "number",
+        "no number",
+        "no gate",
+        "half a gate",
+    ],
 )
 def test_nonsense_ends_its_own_connection_only(
     server: Rendezvous, sent: bytes, capfd: pytest.CaptureFixture[str]

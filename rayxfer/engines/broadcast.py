@@ -112,6 +112,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
     init_info_cls = BroadcastInitInfo
     update_info_cls = TensorsUpdateInfo
     copies_before_next = True
+    gated = True
     buffers: ClassVar[int] = IN_FLIGHT
     """Staging buffers at either end, of a unit each."""
 
@@ -120,6 +121,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
     _staging: Staging | None = None
     _bucket_size_bytes = 0
     _layouts: Layouts | None = None
+    _place: tuple[str, int] = ("", 0)
 
     def __init__(self, config: Any = None, parallel_config: Any = None) -> None:
         super().__init__(config, parallel_config)
@@ -182,13 +184,15 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         self._store = RendezvousStore(
             (init_info.master_address, init_info.master_port), init_info.token, init_info.timeout_s
         )
+        rank = init_info.rank_offset + self.parallel_config.rank
+        self._place = str(rank), init_info.world_size
         self._bucket_size_bytes = init_info.bucket_size_bytes
         self._layouts = Layouts(self._unit_bytes(self._bucket_size_bytes))
         self._check_aborted()
         self._group = self._make_group(
             Member(
                 self._store,
-                init_info.rank_offset + self.parallel_config.rank,
+                rank,
                 init_info.world_size,
                 host,
                 init_info.device,
@@ -198,6 +202,19 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
             )
         )
         self._staging = Staging(self._group.device, self.buffers)
+
+    def enter(self, gate: int) -> None:
+        """At the sender's rendezvous. Raises TransferError when the round is aborted, TransferTimeout when
+        not all came within sync_timeout_s."""
+        store, (member, members) = self._store, self._place
+        if store is None:
+            raise StateError(f"{type(self).__name__}: enter before init_transfer_engine")
+        try:
+            store.enter(member, gate, members, self.config.sync_timeout_s)
+        except TransferError as error:
+            if self._gave_up.is_set():
+                raise TransferError("the channel was aborted", phase="update") from error
+            raise
 
     def receive_weights(self, update_info: TensorsUpdateInfo, load_weights: LoadWeights) -> None:
         """Receive one round. Raises TransferError when a peer is lost or the round is aborted; what
@@ -241,6 +258,11 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         channel: _Channel | None = trainer_args.get("channel")
         if channel is None or channel.group is None or channel.staging is None:
             raise StateError("trainer_send_weights before the channel was connected")
+        if "gate" in trainer_args:
+            plan = channel.plan
+            members, timeout_s = 1 + len(plan.workers), plan.config.sync_timeout_s
+            if not channel.rendezvous.enter("0", trainer_args["gate"], members, timeout_s):
+                raise TransferError("the channel was aborted", phase="update")
         channel.engine_cls._send(
             channel.group,
             channel.staging,

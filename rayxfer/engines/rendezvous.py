@@ -26,6 +26,7 @@ __all__ = ["Rendezvous", "RendezvousStore"]
 _MAX_FRAME_BYTES = 1 << 16
 _HANDSHAKE_TIMEOUT_S = 5.0
 _HEADER = struct.Struct("!cII")
+_ENTER = struct.Struct("!QId")
 
 
 class Rendezvous:
@@ -33,6 +34,7 @@ class Rendezvous:
 
     def __init__(self, host: str, token: str) -> None:
         self._values: dict[str, bytes] = {}
+        self._entered: dict[str, int] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._connections: set[socket.socket] = set()
@@ -85,6 +87,9 @@ class Rendezvous:
             _reply(connection, b"o" if found is not None else b"t", found or b"")
         elif op == b"a":
             _reply(connection, b"o", str(self.add(key, int(value))).encode())
+        elif op == b"e":
+            passed = self.enter(key, *_ENTER.unpack(value))
+            _reply(connection, b"o" if passed else b"t", b"")
         else:
             raise ValueError(f"unknown op {op!r}")
 
@@ -110,6 +115,20 @@ class Rendezvous:
                     return None
                 self._changed.wait(left)
             return self._values[key]
+
+    def enter(self, member: str, gate: int, members: int, timeout_s: float) -> bool:
+        """Wait at a gate until so many members have; False after `timeout_s` or when closed. A member is
+        at one gate at a time: the last that it came to."""
+        deadline = time.monotonic() + min(timeout_s, 3600.0)
+        with self._changed:
+            self._entered[member] = gate
+            self._changed.notify_all()
+            while list(self._entered.values()).count(gate) < members:
+                left = deadline - time.monotonic()
+                if not left > 0 or self._closed:
+                    return False
+                self._changed.wait(left)
+            return not self._closed
 
     def close(self) -> None:
         """Stop listening and release every waiter. Safe to call twice."""
@@ -193,6 +212,21 @@ class RendezvousStore(dist.Store):  # type: ignore[misc,name-defined]
         if self._local is not None:
             return self._local.add(key, value)
         return int(self._call(b"a", key, str(value).encode()))
+
+    def enter(self, member: str, gate: int, members: int, timeout_s: float) -> None:
+        """As `Rendezvous.enter`, with a clock of its own. Raises TransferTimeout, or TransferError when
+        this or the rendezvous is closed."""
+        if self._local is not None:
+            if not self._local.enter(member, gate, members, timeout_s):
+                raise TransferTimeout(f"not all came to gate {gate} in time", phase="update")
+            return
+        self._deadline = time.monotonic() + timeout_s
+        try:
+            self._call(b"e", member, _ENTER.pack(gate, members, timeout_s))
+        except TransferError as error:
+            raise type(error)(
+                f"not all came to gate {gate}: {error.message}", phase="update", cause=error
+            ) from error
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         for key in keys:
