@@ -104,19 +104,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def pack(bucket: Bucket, tensors: dict[int, torch.Tensor], out: torch.Tensor) -> None:
-    """Copy the bucket's pieces to their places in `out` (flat uint8, any device)."""
-    for piece in bucket.pieces:
-        write_piece(piece, tensors[piece.tensor], out)
-
-
-def write_piece(piece: Piece, tensor: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy one whole tensor to its place in `out`."""
-    if piece.num_bytes:
-        end = piece.offset_bytes + piece.num_bytes
-        out[piece.offset_bytes : end].copy_(as_bytes(plain(tensor)))
-
-
 def view_piece(piece: Piece, meta: ParamMeta, buffer: torch.Tensor) -> torch.Tensor:
     """The tensor at its place in `buffer`: a view, which lives as long as the buffer's content."""
     if not piece.num_bytes:

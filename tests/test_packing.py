@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rayxfer import ParamMeta
+from rayxfer.engines.collective import fill
 from rayxfer.packing import (
     ALIGNMENT_BYTES,
+    Bucket,
     BucketPlan,
     Layout,
     align,
     as_bytes,
-    pack,
     plain,
     plan_buckets,
     unpack,
     view_piece,
-    write_piece,
 )
 from tests.helpers import POISON, raw_bytes
 
@@ -234,6 +234,18 @@ def test_bytes_of_any_tensor(
     assert raw_bytes(tensor) == before
 
 
+def pack(
+    bucket: Bucket,
+    metadata: list[ParamMeta],
+    tensors: list[torch.Tensor],
+    size: int,
+    buffer: torch.Tensor,
+) -> None:
+    """As the engines do it."""
+    pairs = [(metadata[piece.tensor].name, tensors[piece.tensor]) for piece in bucket.pieces]
+    fill(Layout(metadata, size), bucket, iter(pairs), buffer)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("size", [1, 100, 1000, 1 << 20])
 def test_pack_then_unpack_is_the_same_bytes(
@@ -245,7 +257,7 @@ def test_pack_then_unpack_is_the_same_bytes(
     found: list[tuple[str, torch.Tensor]] = []
     for bucket in plan_buckets(metadata, size).buckets:
         buffer = torch.full((bucket.num_bytes,), POISON, dtype=torch.uint8)
-        pack(bucket, dict(enumerate(tensors)), buffer)
+        pack(bucket, metadata, tensors, size, buffer)
         found += unpack(bucket, metadata, buffer)
     assert [name for name, _ in found] == [meta.name for meta in metadata]
     for meta, (_, tensor), data in zip(metadata, found, expected, strict=True):
@@ -268,7 +280,7 @@ def test_any_mixture_arrives(data: st.DataObject, size: int) -> None:
     position = 0
     for bucket in plan.buckets:
         buffer = torch.full((bucket.num_bytes,), POISON, dtype=torch.uint8)
-        pack(bucket, dict(enumerate(tensors)), buffer)
+        pack(bucket, metadata, tensors, size, buffer)
         for name, found in unpack(bucket, metadata, buffer):
             assert name == metadata[position].name
             assert raw_bytes(found) == raw_bytes(tensors[position])
@@ -277,11 +289,11 @@ def test_any_mixture_arrives(data: st.DataObject, size: int) -> None:
 
 
 def test_pack_writes_its_pieces_only() -> None:
-    tensors = {0: torch.arange(3, dtype=torch.uint8), 1: torch.arange(5, dtype=torch.uint8)}
+    tensors = [torch.arange(3, dtype=torch.uint8), torch.arange(5, dtype=torch.uint8)]
     metadata = uint8(3, 5)
     (bucket,) = plan_buckets(metadata, 100).buckets
     buffer = torch.full((bucket.num_bytes + 4,), POISON, dtype=torch.uint8)
-    pack(bucket, tensors, buffer)
+    pack(bucket, metadata, tensors, 100, buffer)
     padding = bytes([POISON])
     assert raw_bytes(buffer) == b"\0\1\2" + padding * 61 + b"\0\1\2\3\4" + padding * 4
 
@@ -337,9 +349,10 @@ def test_plain_is_itself_where_it_can_be() -> None:
 
 def test_a_leaf_that_requires_grad_is_read_and_left() -> None:
     leaf = torch.nn.Parameter(torch.arange(4.0))
-    (bucket,) = plan_buckets([meta_of("x", leaf)], 100).buckets
+    metadata = [meta_of("x", leaf)]
+    (bucket,) = plan_buckets(metadata, 100).buckets
     buffer = torch.empty(16, dtype=torch.uint8)
-    write_piece(bucket.pieces[0], leaf, buffer)
+    pack(bucket, metadata, [leaf], 100, buffer)
     assert raw_bytes(buffer) == struct.pack("=4f", 0, 1, 2, 3)
     assert leaf.requires_grad
     assert not plain(leaf).requires_grad
