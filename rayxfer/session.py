@@ -289,6 +289,7 @@ class WorkerSession:
             return {"need": "attach"}
         self._check_owner(message)
         round_id, attempt = int(message["round_id"]), int(message["attempt"])
+        version = int(message["version"])
         if self._engine is None or self._session_id != message["session_id"]:
             return {"need": "connect"}
         with self._lock:
@@ -329,7 +330,7 @@ class WorkerSession:
             self._round = Round(
                 round_id=round_id,
                 attempt=attempt,
-                version=int(message["version"]),
+                version=version,
                 metadata=metadata,
                 partial=partial,
                 update_info=update_info,
@@ -379,6 +380,8 @@ class WorkerSession:
             StateError: no such round was prepared, or no channel is open.
         """
         if "gate" in message:
+            if type(message["gate"]) is not int or not 0 <= message["gate"] < 1 << 64:
+                raise ContractError(f"bad 'update' message: gate {message['gate']!r}")
             try:
                 said = self.prepare(message)
             except RayxferError as error:
@@ -424,7 +427,9 @@ class WorkerSession:
         )
         current.loader.begin()
         if current.gate is not None:
+            load.at_gate = True
             engine.enter(current.gate)
+            load.at_gate = False
         if config.load_mode == "in_place":
             self._enter(current)
         load._check_abort()
@@ -707,7 +712,8 @@ class WorkerSession:
             "done": False,
             "acked": 0 if current is None else _leading(current.pushed),
             "num_bytes": 0 if load is None else load.num_bytes,
-            "busy": load is not None and load.in_loader,
+            "busy": load is not None and load.in_loader and not load.at_gate,
+            "at_gate": load is not None and load.at_gate,
             "name": None if load is None else load.last_name,
             "at": time.monotonic(),
             "failed": None if load is None else load.loader_error,
