@@ -292,10 +292,7 @@ class WorkerSession:
         version = int(message["version"])
         if self._engine is None or self._session_id != message["session_id"]:
             return {"need": "connect"}
-        with self._lock:
-            if (round_id, attempt) <= self._last_round:
-                seen = ".".join(map(str, self._last_round))
-                raise StateError(f"round {round_id}.{attempt} is over: this worker has seen {seen}")
+        self._check_new(round_id, attempt)
         if self._round is not None:
             self._abort_stale_round()
             return {"need": "connect"}
@@ -326,6 +323,7 @@ class WorkerSession:
         if preflight.problems:
             return {"problems": preflight.problems, "name": preflight.first_name}
         with self._lock:
+            self._check_new(round_id, attempt)  # an abort may have come meanwhile
             self._last_round = (round_id, attempt)
             self._round = Round(
                 round_id=round_id,
@@ -344,6 +342,14 @@ class WorkerSession:
             self._load = None
             self._round.preflight = {"casts": preflight.casts, "kept": preflight.kept}
             return self._round.preflight
+
+    def _check_new(self, round_id: int, attempt: int) -> None:
+        with self._lock:
+            seen = self._last_round
+        if (round_id, attempt) <= seen:
+            raise StateError(
+                f"round {round_id}.{attempt} is over: this worker has seen {seen[0]}.{seen[1]}"
+            )
 
     def _make_loader(self, checkpoint_format: bool, partial: bool) -> WeightLoader:
         binding, config = self._binding, self._config
@@ -581,7 +587,11 @@ class WorkerSession:
         Nothing loaded: the old version is READY and generation resumes. Something loaded in place:
         TORN. In either case the channel is closed and a new connect is needed.
         """
-        round_id, current = int(message["round_id"]), self._round
+        round_id = int(message["round_id"])
+        with self._lock:
+            current = self._round
+            if current is None or current.round_id != round_id:
+                self._never_begin(round_id, message)
         if current is None or current.round_id != round_id:
             self._abort_connect(message.get("session_id"))
             return self.snapshot()
@@ -602,6 +612,14 @@ class WorkerSession:
             else:
                 self._end_round(current.previous)
         return self.snapshot()
+
+    def _never_begin(self, round_id: int, message: dict[str, Any]) -> None:
+        """An abort may overtake the offer that it is about (the process was stopped, say): what comes late
+        must not open a round that nobody will end."""
+        owner, attempt = self._owner, message.get("attempt")
+        ours = owner is not None and owner["controller_id"] == message.get("controller_id")
+        if ours and attempt is not None:
+            self._last_round = max(self._last_round, (round_id, int(attempt)))
 
     @contextmanager
     def outside_rounds(self) -> Iterator[None]:

@@ -405,3 +405,31 @@ def test_a_senseless_gate_opens_no_round(gate: Any) -> None:
         poison(worker)
         assert controller.sync_weights(trainer).attempts == 1
         assert_same_bytes(named_tensors(trainer), named_tensors(worker))
+
+
+@BOTH
+def test_an_offer_that_comes_after_its_abort_opens_no_round(backend: str) -> None:
+    trainer, hooked = Net(1), Hooked(2)
+    with LocalController([hooked.binding()], WeightTransferConfig(backend=backend)) as controller:
+        controller.sync_weights(trainer)
+        session, late = controller.sessions[0], []
+        update = session._ops["update"]
+
+        def hold_back(message: dict[str, Any]) -> dict[str, Any]:
+            late.append(message)
+            raise TransferError("the worker was asleep", phase="update")
+
+        session._ops["update"] = hold_back
+        with pytest.raises(TransferError):
+            controller.sync_weights(trainer)
+        session._ops["update"] = update
+        assert late
+        assert all("gate" in message for message in late)
+        poison(hooked.model)
+        before, paused = _bytes(hooked.model), hooked.paused
+        said = [session.handle("update", message)["refused"] for message in late]
+        assert "is over" in said[-1]  # the channel of an earlier try is gone in any case
+        assert session.snapshot()["open"] is None
+        assert (_bytes(hooked.model), hooked.paused) == (before, paused)
+        controller.sync_weights(trainer)
+        assert_same_bytes(named_tensors(trainer), named_tensors(hooked.model))
