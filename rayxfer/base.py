@@ -129,7 +129,14 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
 
     gated: ClassVar[bool] = False
     """True: where `trainer_args["gate"]` is given, nothing is sent before every worker of the channel has
-    called `enter` with that number. Then workers look at an offer and receive it in one call."""
+    called `enter` with that number. Then workers look at an offer and receive it in one call. A class that
+    has a `trainer_send_weights` or an `enter` of its own says it anew: it does not inherit it."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "gated" not in own and ("trainer_send_weights" in own or "enter" in own):
+            cls.gated = False
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Hasher", "copy_all", "copy_bits", "copy_bytes", "copy_many", "is_memory"]
+__all__ = ["Hasher", "copy_all", "copy_bits", "copy_bytes", "copy_many", "has_memory", "is_memory"]
 
 PIECE_BYTES = 512 << 10
 _Piece = ctypes.c_char * PIECE_BYTES
@@ -81,7 +81,14 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is exactly its dense bytes, on the host."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    dense = tensor.is_cpu and tensor.is_contiguous()
+    return dense and not tensor.is_conj() and not tensor.is_neg() and has_memory(tensor)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements are anywhere: not so where the storage was freed, and in wrappers (tensors of
+    classes that keep their values elsewhere)."""
+    return bool(tensor.data_ptr()) or not tensor.nbytes
 
 
 class Hasher:

@@ -119,6 +119,7 @@ class Delivery:
         self.copies_only = current.loader.copies_only
         self.num_bytes = 0
         self.in_loader = False
+        self.at_gate = False
         self.last_name: str | None = None
         self.loader_error: TransferError | None = None
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from rayxfer.copying import is_memory
+from rayxfer.copying import has_memory, is_memory
+from rayxfer.errors import ContractError
 from rayxfer.packing import as_bytes, plain
 
 __all__ = ["digest", "digest_many", "digest_memories", "digest_memory", "memory"]
@@ -29,6 +30,8 @@ def digest(tensor: torch.Tensor) -> int:
 
     if not is_memory(tensor):
         tensor = as_bytes(plain(tensor)).cpu()
+        if not has_memory(tensor):
+            raise ContractError(f"a {type(tensor).__name__} has no bytes of its own to digest")
     return int(xxhash.xxh3_64_intdigest(memory(tensor)))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rayxfer.census import Census
-from rayxfer.copying import copy_all, copy_bytes, is_memory
+from rayxfer.copying import copy_all, copy_bytes, has_memory, is_memory
 from rayxfer.digest import digest, digest_many, digest_memories, memory
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, dtype_name
@@ -221,16 +221,22 @@ class _Target:
     delivered: int | None = None
     expected: int | None = None
     plain: bool = False
-    """Contiguous, not lazy, and of the dtype that is offered: a plain copy of bytes."""
+    """Contiguous memory, not lazy, and of the dtype that is offered: a plain copy of bytes."""
     address: int = 0
     """Of the tensor's memory, where it is plain and on the host; else 0."""
 
     def locate(self) -> None:
         """Fill in `plain` and `address`, for the tensor as it is now."""
         lazy = self.tensor.is_conj() or self.tensor.is_neg()
-        self.plain = not self.cast and not lazy and self.tensor.is_contiguous()
+        dense = not self.cast and not lazy and self.tensor.is_contiguous()
+        self.plain = dense and has_memory(self.tensor)
         on_host = self.plain and self.tensor.device.type == "cpu"
         self.address = self.tensor.data_ptr() if on_host else 0
+
+    @property
+    def freed(self) -> bool:
+        """Whether it is a tensor that should have memory, but has none."""
+        return not self.plain and type(self.tensor) in _OWN_MEMORY and not has_memory(self.tensor)
 
 
 class _Places:
@@ -241,6 +247,7 @@ class _Places:
         targets: that target.
         addresses: of its memory, on the host.
         memories: of all targets in order, if each is its dense bytes on the host; else None.
+        freed: the name of one that has no memory at present.
     """
 
     def __init__(self, targets: list[list[_Target]]) -> None:
@@ -256,6 +263,7 @@ class _Places:
         flat = [place for places in targets for place in places]
         dense = all(p.address or (p.plain and not p.tensor.nbytes) for p in flat)
         self.memories = [memory(place.tensor) for place in flat] if dense else None
+        self.freed = next((place.name for place in flat if place.freed), None)
 
     def in_memory(self, run: slice) -> bool:
         """Whether each of these has one target, plain memory of the host: then `addresses` has it."""
@@ -306,6 +314,7 @@ class ModuleLoader(WeightLoader):
         self._written: set[int] = set()
         self._touched = False
         self._inference = False
+        self._found_again = False
 
     # ---- preflight -----------------------------------------------------------------------------
 
@@ -524,16 +533,32 @@ class ModuleLoader(WeightLoader):
             targets.append(copied)
         return targets
 
+    def _find_again(self) -> None:
+        """Once, before the first byte: since the preflight the tensors may have been given other memory (by
+        a hook, by whoever uses the model while others are waited for), and what was found is addresses.
+
+        Raises:
+            ContractError: a tensor is gone, or is another one, or has no memory.
+        """
+        if self._found_again:
+            return
+        self._found_again = True
+        if self._staged:
+            return
+        if self._census is None or not self._census.holds_memory(self._module):
+            live = named_tensors(self._module)
+            self._targets = [[_now(place, live) for place in places] for places in self._targets]
+            self._places = _Places(self._targets)
+        if self._places.freed is not None:
+            raise _no_memory(self._places.freed)
+
     def landing(self, index: int) -> torch.Tensor | None:
+        self._find_again()
         places = self._targets[index]
-        if len(places) != 1 or places[0].cast:
+        if len(places) != 1 or not places[0].plain:
             return None
         tensor = places[0].tensor
-        if tensor.device.type not in ("cpu", "cuda") or not tensor.is_contiguous():
-            return None
-        if tensor.is_inference():
-            return None
-        if tensor.is_conj() or tensor.is_neg():
+        if tensor.device.type not in ("cpu", "cuda") or tensor.is_inference():
             return None
         self._touched = True
         return as_bytes(tensor)
@@ -542,6 +567,7 @@ class ModuleLoader(WeightLoader):
         self._written.add(index)
 
     def landings(self, run: slice) -> Sequence[int] | None:
+        self._find_again()
         if not self._places.in_memory(run):
             return None
         self._touched = True
@@ -551,6 +577,7 @@ class ModuleLoader(WeightLoader):
         self._written.update(range(run.start, run.stop))
 
     def load(self, items: list[tuple[int, torch.Tensor]]) -> None:
+        self._find_again()
         self._touched = True
         mode = torch.inference_mode() if self._inference else torch.no_grad()
         run = self._places.run(items)
@@ -644,6 +671,8 @@ class ModuleLoader(WeightLoader):
 
 
 _NOTHING = torch.empty(0)
+_OWN_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Classes whose tensors keep their values in memory of their own; another may do as it likes."""
 _LARGE_BYTES = 64 << 10
 """From here on a `memmove` of one tensor costs less than its share of torch's call for many."""
 
@@ -652,6 +681,25 @@ def _held(live: dict[str, torch.Tensor], place: _Target) -> torch.Tensor:
     if place.name not in live:
         raise ContractError(f"{place.name!r} is gone from the model after loading", name=place.name)
     return place.cut(live[place.name])
+
+
+def _no_memory(name: str) -> ContractError:
+    return ContractError(f"{name!r} has no memory here: its storage was freed", name=name)
+
+
+def _now(place: _Target, live: dict[str, torch.Tensor]) -> _Target:
+    """The same place in the module as it is now."""
+    whole = live.get(place.name)
+    found = None if whole is None else place.cut(whole)
+    before = place.tensor
+    if found is None or (found.shape, found.dtype) != (before.shape, before.dtype):
+        raise ContractError(
+            f"{place.name!r} was replaced after this worker had agreed to the offer",
+            name=place.name,
+        )
+    now = dataclasses.replace(place, tensor=found)
+    now.locate()
+    return now
 
 
 def _compact(tensor: torch.Tensor, *, like: torch.Tensor | None = None) -> torch.Tensor:

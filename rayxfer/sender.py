@@ -671,7 +671,7 @@ class Sender:
         Lost workers are told as well (a stopped one may wake up), but not waited for.
         """
         timeout = self._config.stall_timeout_s
-        message = {**self._base, "round_id": call.round_id, "timeout_s": timeout}
+        message = {**self._base, **call.ids(), "timeout_s": timeout}
         futures = {link.rank: link.signal("abort", message) for link in links}
         waited = {r: f for r, f in futures.items() if call.rows[r].state != WorkerState.LOST}
         facts = {link.rank: link.facts for link in links}

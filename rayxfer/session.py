@@ -289,12 +289,10 @@ class WorkerSession:
             return {"need": "attach"}
         self._check_owner(message)
         round_id, attempt = int(message["round_id"]), int(message["attempt"])
+        version = int(message["version"])
         if self._engine is None or self._session_id != message["session_id"]:
             return {"need": "connect"}
-        with self._lock:
-            if (round_id, attempt) <= self._last_round:
-                seen = ".".join(map(str, self._last_round))
-                raise StateError(f"round {round_id}.{attempt} is over: this worker has seen {seen}")
+        self._check_new(round_id, attempt)
         if self._round is not None:
             self._abort_stale_round()
             return {"need": "connect"}
@@ -325,11 +323,12 @@ class WorkerSession:
         if preflight.problems:
             return {"problems": preflight.problems, "name": preflight.first_name}
         with self._lock:
+            self._check_new(round_id, attempt)  # an abort may have come meanwhile
             self._last_round = (round_id, attempt)
             self._round = Round(
                 round_id=round_id,
                 attempt=attempt,
-                version=int(message["version"]),
+                version=version,
                 metadata=metadata,
                 partial=partial,
                 update_info=update_info,
@@ -343,6 +342,14 @@ class WorkerSession:
             self._load = None
             self._round.preflight = {"casts": preflight.casts, "kept": preflight.kept}
             return self._round.preflight
+
+    def _check_new(self, round_id: int, attempt: int) -> None:
+        with self._lock:
+            seen = self._last_round
+        if (round_id, attempt) <= seen:
+            raise StateError(
+                f"round {round_id}.{attempt} is over: this worker has seen {seen[0]}.{seen[1]}"
+            )
 
     def _make_loader(self, checkpoint_format: bool, partial: bool) -> WeightLoader:
         binding, config = self._binding, self._config
@@ -379,6 +386,8 @@ class WorkerSession:
             StateError: no such round was prepared, or no channel is open.
         """
         if "gate" in message:
+            if type(message["gate"]) is not int or not 0 <= message["gate"] < 1 << 64:
+                raise ContractError(f"bad 'update' message: gate {message['gate']!r}")
             try:
                 said = self.prepare(message)
             except RayxferError as error:
@@ -424,7 +433,9 @@ class WorkerSession:
         )
         current.loader.begin()
         if current.gate is not None:
+            load.at_gate = True
             engine.enter(current.gate)
+            load.at_gate = False
         if config.load_mode == "in_place":
             self._enter(current)
         load._check_abort()
@@ -576,7 +587,11 @@ class WorkerSession:
         Nothing loaded: the old version is READY and generation resumes. Something loaded in place:
         TORN. In either case the channel is closed and a new connect is needed.
         """
-        round_id, current = int(message["round_id"]), self._round
+        round_id = int(message["round_id"])
+        with self._lock:
+            current = self._round
+            if current is None or current.round_id != round_id:
+                self._never_begin(round_id, message)
         if current is None or current.round_id != round_id:
             self._abort_connect(message.get("session_id"))
             return self.snapshot()
@@ -597,6 +612,14 @@ class WorkerSession:
             else:
                 self._end_round(current.previous)
         return self.snapshot()
+
+    def _never_begin(self, round_id: int, message: dict[str, Any]) -> None:
+        """An abort may overtake the offer that it is about (the process was stopped, say): what comes late
+        must not open a round that nobody will end."""
+        owner, attempt = self._owner, message.get("attempt")
+        ours = owner is not None and owner["controller_id"] == message.get("controller_id")
+        if ours and attempt is not None:
+            self._last_round = max(self._last_round, (round_id, int(attempt)))
 
     @contextmanager
     def outside_rounds(self) -> Iterator[None]:
@@ -707,7 +730,8 @@ class WorkerSession:
             "done": False,
             "acked": 0 if current is None else _leading(current.pushed),
             "num_bytes": 0 if load is None else load.num_bytes,
-            "busy": load is not None and load.in_loader,
+            "busy": load is not None and load.in_loader and not load.at_gate,
+            "at_gate": load is not None and load.at_gate,
             "name": None if load is None else load.last_name,
             "at": time.monotonic(),
             "failed": None if load is None else load.loader_error,

@@ -171,6 +171,8 @@ class MappingSource(WeightSource):
         groups: dict[Any, tuple[torch.Tensor, list[str]]] = {}
         keys = tie_keys(tensors)
         for old, tensor in tensors.items():
+            if _is_freed(tensor):
+                raise ContractError(f"{old!r} has no memory: its storage was freed", name=old)
             groups.setdefault(keys[old], (tensor, []))[1].append(apply_rename(old, self._rename))
         return [(names[0], tensor, tuple(names[1:])) for tensor, names in groups.values()]
 
@@ -353,6 +355,12 @@ def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _all_apart(addresses: list[int]) -> bool:
     """Whether no two of them can be tied: each has memory, which begins elsewhere."""
     return len(set(addresses) - {0}) == len(addresses)
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """A plain CPU tensor with elements, but without a storage to hold them."""
+    plain = type(tensor) in _USUAL and tensor.is_cpu and tensor.layout is torch.strided
+    return plain and not tensor.data_ptr() and tensor.numel() > 0
 
 
 def _start(tensor: torch.Tensor) -> int | None:

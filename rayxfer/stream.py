@@ -188,6 +188,7 @@ class Stream:
         self._looked = time.monotonic()
         self._bytes = dict.fromkeys(self._links, 0)
         self._busy = dict.fromkeys(self._links, False)
+        self._at_gate = dict.fromkeys(self._links, False)
         self._failed: dict[int, RayxferError] = {}
         self._moved = [time.monotonic() for _ in channels]
         self._sent: set[int] = set()
@@ -454,9 +455,11 @@ class Stream:
                 answer["num_bytes"] != self._bytes[rank]
                 or answer["busy"]
                 or answer["acked"] > link.acked
+                or (self._at_gate[rank] and not answer.get("at_gate"))
             ):
                 self._moved[index] = now
             self._bytes[rank], self._busy[rank] = answer["num_bytes"], answer["busy"]
+            self._at_gate[rank] = answer.get("at_gate", False)
             link.acked = max(link.acked, answer["acked"])
             if push is not None:
                 push.notify()
@@ -533,12 +536,17 @@ class Stream:
                 continue
             if any(self._busy[link.rank] for link in waiting):
                 continue
+            # whoever is at the gate waits for those that are not
+            late = [link for link in waiting if not self._at_gate[link.rank]]
+            if waiting and not late:
+                self._moved[index] = now
+                continue
             if now - self._moved[index] > stall + SLICE_S:
                 if not waiting:  # every worker has it all, and the sending engine does not return
                     error = self._timeout("stall_timeout_s", stall, None)
                     return Broken(error, fatal=error)
-                least = min(self._bytes[link.rank] for link in waiting)
-                slow = channel.nearest([x for x in waiting if self._bytes[x.rank] == least])
+                least = min(self._bytes[link.rank] for link in late)
+                slow = channel.nearest([x for x in late if self._bytes[x.rank] == least])
                 errors: dict[int, RayxferError] = {
                     link.rank: self._timeout("stall_timeout_s", stall, link.rank) for link in slow
                 }

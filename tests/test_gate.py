@@ -13,10 +13,17 @@ import pytest
 import torch
 from torch import nn
 
-from rayxfer import ContractError, TransferError, WeightTransferConfig
+from rayxfer import (
+    ContractError,
+    TransferError,
+    WeightTransferConfig,
+    WeightTransferEngineFactory,
+)
 from rayxfer.binding import Binding
+from rayxfer.engines.gloo import GlooEngine
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.source import named_tensors
+from rayxfer.tasks import Task
 from rayxfer.testing.local import LocalController
 from rayxfer.testing.processes import ProcessWorker
 from tests.helpers import assert_same_bytes, poison, raw_bytes
@@ -318,3 +325,111 @@ def test_the_others_get_the_version_when_one_is_gone_at_the_gate(action: str, ba
                 os.kill(doomed.pid, signal.SIGCONT)
         assert [row.state for row in report.workers] == ["LOST", "READY"]
         assert other.run(_bytes) == _bytes(trainer)
+
+
+class _KnowsNoGates(GlooEngine):
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: dict[str, Any]) -> None:
+        assert "gate" not in trainer_args
+        GlooEngine.trainer_send_weights(iterator, trainer_args)
+
+
+def test_an_engine_that_sends_its_own_way_is_asked_in_two_steps() -> None:
+    assert GlooEngine.gated
+    assert not _KnowsNoGates.gated
+    WeightTransferEngineFactory.register_engine("knows-no-gates", _KnowsNoGates)
+    trainer, workers = Net(1), [Net(2), Net(3)]
+    with LocalController(workers, WeightTransferConfig(backend="knows-no-gates")) as controller:
+        for _ in range(3):
+            for worker in workers:
+                poison(worker)
+            controller.sync_weights(trainer)
+            for worker in workers:
+                assert_same_bytes(named_tensors(trainer), named_tensors(worker))
+        assert [session.calls["prepare"] for session in controller.sessions] == [3, 3]
+
+
+@BOTH
+def test_one_that_does_not_come_to_the_gate_is_lost_and_the_others_are_not(backend: str) -> None:
+    trainer, hooked, busy = Net(1), [Hooked(2), Hooked(3)], threading.Event()
+    config = WeightTransferConfig(
+        backend=backend, stall_timeout_s=1.0, on_worker_failure="continue"
+    )
+    with LocalController([one.binding() for one in hooked], config) as controller:
+        controller.sync_weights(trainer)
+        poison(hooked[0].model)
+        before = _bytes(hooked[1].model)
+
+        def something_else() -> dict[str, Any]:
+            busy.wait(120.0)
+            return {}
+
+        # it answers, but has to end something else before it can begin
+        controller.sessions[1]._task = Task(("donate", 7), something_else)
+        try:
+            report = controller.sync_weights(trainer)
+        finally:
+            busy.set()
+        assert [row.state for row in report.workers] == ["READY", "LOST"]
+        assert_same_bytes(named_tensors(trainer), named_tensors(hooked[0].model))
+        assert _bytes(hooked[1].model) == before
+        assert hooked[1].paused == 1
+
+
+@pytest.mark.parametrize("gate", [None, "7", -1, 1 << 64, True, 1.5])
+def test_a_senseless_gate_opens_no_round(gate: Any) -> None:
+    trainer, worker = Net(1), Net(2)
+    with LocalController([worker], WeightTransferConfig(backend="shm")) as controller:
+        controller.sync_weights(trainer)
+        session = controller.sessions[0]
+        owner = session._owner
+        assert owner is not None
+        message = {
+            "controller_id": owner["controller_id"],
+            "session_id": session._session_id,
+            "round_id": 99,
+            "attempt": 1,
+            "version": 2,
+            "metadata_digest": session._offer.digest,  # type: ignore[union-attr]
+            "partial": False,
+            "base": 1,
+            "update_info": {},
+        }
+        with pytest.raises(ContractError, match="gate"):
+            session.handle("update", message | {"gate": gate})
+        for missing in ("partial", "update_info", "version", "round_id", "metadata_digest"):
+            short = {key: value for key, value in message.items() if key != missing}
+            with pytest.raises(ContractError, match=missing):
+                session.handle("update", short | {"gate": 5})
+        assert session.snapshot()["open"] is None
+        poison(worker)
+        assert controller.sync_weights(trainer).attempts == 1
+        assert_same_bytes(named_tensors(trainer), named_tensors(worker))
+
+
+@BOTH
+def test_an_offer_that_comes_after_its_abort_opens_no_round(backend: str) -> None:
+    trainer, hooked = Net(1), Hooked(2)
+    with LocalController([hooked.binding()], WeightTransferConfig(backend=backend)) as controller:
+        controller.sync_weights(trainer)
+        session, late = controller.sessions[0], []
+        update = session._ops["update"]
+
+        def hold_back(message: dict[str, Any]) -> dict[str, Any]:
+            late.append(message)
+            raise TransferError("the worker was asleep", phase="update")
+
+        session._ops["update"] = hold_back
+        with pytest.raises(TransferError):
+            controller.sync_weights(trainer)
+        session._ops["update"] = update
+        assert late
+        assert all("gate" in message for message in late)
+        poison(hooked.model)
+        before, paused = _bytes(hooked.model), hooked.paused
+        said = [session.handle("update", message)["refused"] for message in late]
+        assert "is over" in said[-1]  # the channel of an earlier try is gone in any case
+        assert session.snapshot()["open"] is None
+        assert (_bytes(hooked.model), hooked.paused) == (before, paused)
+        controller.sync_weights(trainer)
+        assert_same_bytes(named_tensors(trainer), named_tensors(hooked.model))

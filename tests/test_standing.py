@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from rayxfer import TransferError, WeightTransferConfig
+from rayxfer import ContractError, TransferError, WeightTransferConfig
 from rayxfer.background import Snapshots
+from rayxfer.binding import Binding
 from rayxfer.copying import copy_many
 from rayxfer.digest import digest
 from rayxfer.feed import Feed
@@ -331,3 +332,92 @@ def test_whole_rounds(backend: str, verify: Any, change: Any) -> None:
             dtypes = {name: p.dtype for name, p in worker.named_parameters()}
             expected = {name: tensor.to(dtypes[name]) for name, tensor in offer.items()}
             assert_same_bytes(expected, dict(worker.named_parameters()))
+
+
+# ---- memory that moves, or is not there -------------------------------------------------------------
+
+
+class _Wrapper(torch.Tensor):
+    """Keeps its values in another tensor, and has no memory of its own."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapper:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*[a.inner if isinstance(a, cls) else a for a in args], **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return cls(out) if isinstance(out, torch.Tensor) else out
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_a_tensor_without_memory_of_its_own_is_written_by_torch(backend: str) -> None:
+    worker, offer = Mixed(), offered()
+    inner = torch.full((13,), -1.0)
+    worker.p3 = nn.Parameter(_Wrapper(inner), requires_grad=False)
+    with LocalController(
+        [worker], WeightTransferConfig(backend=backend, verify="off")
+    ) as controller:
+        for step in range(2):
+            offer["p3"].fill_(step)
+            controller.sync_weights(offer)
+            assert raw_bytes(inner) == raw_bytes(offer["p3"])
+            assert raw_bytes(worker.p4) == raw_bytes(offer["p4"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize("verify", ["digest", "off"])
+def test_memory_that_moved_after_the_preflight_is_found_again(backend: str, verify: Any) -> None:
+    worker, offer = Mixed(), offered()
+    left: list[torch.Tensor] = []
+
+    def move(mode: str) -> None:
+        for parameter in worker.parameters():
+            left.append(parameter.data)  # kept, so that a stray write would be seen
+            parameter.data = torch.full_like(parameter.data, 7.0)
+
+    with LocalController(
+        [Binding(worker, pause=move, resume=lambda: None)],
+        WeightTransferConfig(backend=backend, verify=verify),
+    ) as controller:
+        for step in range(3):
+            offer["p0"].fill_(step)
+            poison(worker)
+            del left[:]
+            report = controller.sync_weights(offer)
+            assert report.attempts == 1
+            assert_same_bytes(offer, dict(worker.named_parameters()))
+            assert all(set(raw_bytes(tensor)) == {0xA5} for tensor in left)
+
+
+def test_a_tensor_that_was_replaced_after_the_preflight_is_told_before_a_byte_lands() -> None:
+    model, offer = Mixed(), offered()
+    poison(model)
+    loader = loader_for(model, offer)
+    model.p3 = nn.Parameter(torch.zeros(99))
+    with pytest.raises(ContractError, match="'p3' was replaced"):
+        loader.landings(slice(0, 3))
+    assert not loader.touched
+
+
+def test_a_storage_that_was_freed_is_an_error_on_either_side() -> None:
+    worker, offer = Mixed(), offered()
+    with LocalController([worker], WeightTransferConfig(backend="shm")) as controller:
+        controller.sync_weights(offer)
+        kept = worker.p3.untyped_storage().nbytes()  # type: ignore[union-attr, operator]
+        worker.p3.untyped_storage().resize_(0)  # type: ignore[union-attr, operator]
+        with pytest.raises(TransferError, match="'p3' has no memory here"):
+            controller.sync_weights(offer)
+        worker.p3.untyped_storage().resize_(kept)  # type: ignore[union-attr, operator]
+        controller.sync_weights(offer)
+        assert_same_bytes(offer, dict(worker.named_parameters()))
+        offer["p5"] = torch.zeros(15)
+        offer["p5"].untyped_storage().resize_(0)
+        with pytest.raises(ContractError, match="'p5' has no memory"):
+            controller.sync_weights(offer)

@@ -79,6 +79,8 @@ def faulty(backend: str, *faults: Fault) -> str:
     on_sender = tuple(f for f in armed if f.side == "sender")
 
     class FaultyEngine(base):  # type: ignore[misc,valid-type]
+        gated = base.gated
+
         def receive_weights(self, update_info: Any, load_weights: Callable[..., Any]) -> None:
             rank = self.parallel_config.rank
             mine = tuple(f for f in on_worker if f.rank is None or f.rank == rank)
