@@ -118,7 +118,7 @@ class Feed:
         if standing is not None:
             if self.handed == len(standing.names):
                 raise StopIteration
-            item = standing.names[self.handed], standing.tensors[self.handed].detach()
+            item = standing.names[self.handed], standing.tensors[self.handed]
         else:
             while self._at >= len(self._local):
                 self._local, self._at = [], 0

@@ -63,7 +63,8 @@ class Standing:
     a source would yield, without the pass.
 
     Attributes:
-        names, tensors, addresses, sizes: one entry per tensor; sizes in bytes.
+        names, tensors, addresses, sizes: one entry per tensor; sizes in bytes. The tensors are detached,
+            and hold the memory at these addresses, whatever becomes of the source's own meanwhile.
     """
 
     names: tuple[str, ...]
@@ -194,8 +195,7 @@ class MappingSource(WeightSource):
         values = list(tensors.values())
         if not _all_memory(values):
             return None
-        addresses = _addresses(values)
-        if _all_apart(addresses):
+        if _all_apart(_addresses(values)):
             if any(known.aliases):
                 return None
             names = tuple(tensors)
@@ -206,10 +206,10 @@ class MappingSource(WeightSource):
             if aliases != known.aliases:
                 return None
             values = list(grouped)
-            addresses = _addresses(values)
         if not known.fit(names, values):
             return None
-        return Standing(known.names, values, addresses, known.num_bytes)
+        held = list(map(torch.Tensor.detach, values))
+        return Standing(known.names, held, _addresses(held), known.num_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor, _ in self._unique():

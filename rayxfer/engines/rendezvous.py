@@ -122,13 +122,17 @@ class Rendezvous:
         deadline = time.monotonic() + min(timeout_s, 3600.0)
         with self._changed:
             self._entered[member] = gate
-            self._changed.notify_all()
-            while list(self._entered.values()).count(gate) < members:
+            if self._at(gate) >= members:  # the last one wakes the others, once
+                self._changed.notify_all()
+            while self._at(gate) < members:
                 left = deadline - time.monotonic()
                 if not left > 0 or self._closed:
                     return False
                 self._changed.wait(left)
             return not self._closed
+
+    def _at(self, gate: int) -> int:
+        return list(self._entered.values()).count(gate)
 
     def close(self) -> None:
         """Stop listening and release every waiter. Safe to call twice."""
