@@ -118,7 +118,7 @@ class Feed:
         if standing is not None:
             if self.handed == len(standing.names):
                 raise StopIteration
-            item = standing.names[self.handed], standing.tensors[self.handed]
+            item = standing.names[self.handed], standing.tensors[self.handed].detach()
         else:
             while self._at >= len(self._local):
                 self._local, self._at = [], 0
@@ -149,7 +149,7 @@ class Feed:
         standing = self._standing
         if standing is None or not self._comes_next(standing, packed, 0):
             return None
-        return standing.addresses[packed.first : packed.first + len(packed.sizes)]
+        return standing.check(slice(packed.first, packed.first + len(packed.sizes)))
 
     def skip(self, packed: Packed) -> None:
         """What `places` told of counts as handed out: somebody reads it where it lies."""
@@ -176,7 +176,7 @@ class Feed:
         stop = packed.until(start, PIECE_BYTES)
         if stop > start:
             targets = [address + offset for offset in packed.offsets[start:stop]]
-            sources = standing.addresses[self.handed : self.handed + stop - start]
+            sources = standing.check(slice(self.handed, self.handed + stop - start))
             copy_many(targets, sources, packed.sizes[start:stop], self.digests)
             self._count(packed, stop)
         return stop - start

@@ -63,14 +63,27 @@ class Standing:
     a source would yield, without the pass.
 
     Attributes:
-        names, tensors, addresses, sizes: one entry per tensor; sizes in bytes. The tensors are detached,
-            and hold the memory at these addresses, whatever becomes of the source's own meanwhile.
+        names, tensors, addresses, sizes: one entry per tensor; sizes in bytes. The tensors are the source's
+            own (ten thousand more would call for Python's garbage collection): see `check`.
     """
 
     names: tuple[str, ...]
     tensors: Sequence[torch.Tensor]
     addresses: Sequence[int]
     sizes: Sequence[int]
+
+    def check(self, here: slice) -> Sequence[int]:
+        """The addresses of these, right before they are read.
+
+        Raises:
+            ContractError: one has other memory now.
+        """
+        known, now = self.addresses[here], _addresses(self.tensors[here])
+        if now == known:
+            return known
+        at = next(i for i, (a, b) in enumerate(zip(known, now, strict=True)) if a != b)
+        name = self.names[here][at]
+        raise ContractError(f"{name!r} was given other memory while it was being sent", name=name)
 
 
 class WeightSource(ABC):
@@ -195,7 +208,8 @@ class MappingSource(WeightSource):
         values = list(tensors.values())
         if not _all_memory(values):
             return None
-        if _all_apart(_addresses(values)):
+        addresses = _addresses(values)
+        if _all_apart(addresses):
             if any(known.aliases):
                 return None
             names = tuple(tensors)
@@ -206,10 +220,10 @@ class MappingSource(WeightSource):
             if aliases != known.aliases:
                 return None
             values = list(grouped)
+            addresses = _addresses(values)
         if not known.fit(names, values):
             return None
-        held = list(map(torch.Tensor.detach, values))
-        return Standing(known.names, held, _addresses(held), known.num_bytes)
+        return Standing(known.names, values, addresses, known.num_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor, _ in self._unique():
