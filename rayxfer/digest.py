@@ -22,6 +22,7 @@ from rayxfer.packing import as_bytes, plain
 __all__ = ["digest", "digest_many", "digest_memories", "digest_memory", "memory"]
 
 _SMALL_BYTES = 1 << 20
+_THREADED_BYTES = 64 << 10
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -67,7 +68,9 @@ def digest_memories(memories: Sequence[Any]) -> list[int]:
 
 def _spread(function: Callable[[Any], int], todo: Sequence[Any], num_bytes: int) -> list[int]:
     workers = min(2, os.cpu_count() or 1)
-    if workers < 2 or num_bytes <= 8 * _SMALL_BYTES or len(todo) < 2:
+    # two threads that take turns at small memories cost each other more than they save
+    few = len(todo) < 2 or num_bytes < _THREADED_BYTES * len(todo)
+    if workers < 2 or num_bytes <= 8 * _SMALL_BYTES or few:
         return list(map(function, todo))
     # two interleaved halves: one submit per thread, not per tensor
     halves = [todo[0::2], todo[1::2]]
