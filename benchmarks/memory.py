@@ -40,8 +40,12 @@ class Peaks:
         return {pid: pss_bytes(pid)["all"] for pid in self._pids}
 
     def _look(self) -> None:
-        found = self._read()
-        self._peaks = {pid: max(self._peaks[pid], value) for pid, value in found.items()}
+        # One process is read after the other, and a page moves from one's share to another's meanwhile,
+        # when somebody maps a file: then it would count twice. What a second reading does not find either
+        # was never held by all of them at one moment.
+        first, second = self._read(), self._read()
+        found = {pid: min(value, second[pid]) for pid, value in first.items()}
+        self._peaks = {pid: max(self._peaks[pid], value) for pid, value in first.items()}
         self._peak = max(self._peak, sum(found.values()))
 
     def _watch(self) -> None:

@@ -33,6 +33,8 @@ MAGIC = b"rayxfer1"
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0x0001 | 0x0002 | 0x0004  # SEAL, SHRINK, GROW
 _LATER_S = 0.25
+_LOOK_PAGES = 1 << 12
+"""So many at a time: each of the threads that look has an arena of malloc's, which keeps what it took."""
 _MADV_HUGEPAGE, _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 14, 22, 23
 
 
@@ -294,7 +296,7 @@ def _own_pages(address: int, num_bytes: int) -> bool | None:
             file.seek(address // PAGE_BYTES * 8)
             left = -(-num_bytes // PAGE_BYTES)
             while left:
-                part = file.read(8 * min(left, 1 << 16))
+                part = file.read(8 * min(left, _LOOK_PAGES))
                 if not part:
                     return None
                 entries = torch.frombuffer(bytearray(part), dtype=torch.int64)

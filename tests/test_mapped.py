@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import threading
+import tracemalloc
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rayxfer import ConfigError, ModuleSource, PartialUpdate, TransferError, Wei
 from rayxfer.binding import Binding
 from rayxfer.engines.ring import RingWriter
 from rayxfer.engines.versions import Versions
-from rayxfer.memfile import MemoryFile
+from rayxfer.memfile import ForeignFile, MemoryFile, _own_pages
 from rayxfer.testing.local import LocalController
 from rayxfer.testing.processes import ProcessWorker
 from rayxfer.topology import local_facts
@@ -364,3 +365,17 @@ def _descriptors() -> int:
         if thread.name == "rayxfer-forget":
             thread.join(60)
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_looking_for_own_pages_takes_little_memory() -> None:
+    """It is done in threads that come and go, whose allocator keeps what each has asked for once."""
+    file = MemoryFile(64 << 20)
+    mine = ForeignFile(**file.about, private=True)  # type: ignore[arg-type]
+    tracemalloc.start()
+    try:
+        assert _own_pages(mine.address, file.num_bytes) is False
+        assert tracemalloc.get_traced_memory()[1] < 256 << 10
+    finally:
+        tracemalloc.stop()
+    mine.bytes[-1] = 1
+    assert _own_pages(mine.address, file.num_bytes) is True
