@@ -35,7 +35,13 @@ from rayxfer.metadata import Columns, ParamMeta
 from rayxfer.packing import align
 from rayxfer.reading import Reading
 from rayxfer.report import SyncReport
-from rayxfer.source import Standing, WeightSource, checked_metadata
+from rayxfer.source import (
+    Standing,
+    WeightSource,
+    addresses_of,
+    all_memory,
+    checked_metadata,
+)
 from rayxfer.threads import gpu_of_this_thread
 
 if TYPE_CHECKING:
@@ -78,12 +84,11 @@ class Snapshot(WeightSource):
 
     def _standing(self, known: Columns) -> Standing | None:
         tensors = self._tensors
-        if any(known.aliases) or not all(map(is_memory, tensors)):
+        if any(known.aliases) or not all_memory(tensors):
             return None
         if not known.fit([meta.name for meta in self._metadata], tensors):
             return None
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        return Standing(known.names, tensors, addresses, known.num_bytes)
+        return Standing(known.names, tensors, addresses_of(tensors), known.num_bytes)
 
 
 class Snapshots:

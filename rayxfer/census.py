@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rayxfer.source import is_plain_module, named_tensors
+from rayxfer.source import USUAL, addresses_of, is_plain_module, named_tensors
 
 __all__ = ["Census"]
 
@@ -58,11 +58,11 @@ class Census:
         if not self.exact or module is not self._module:
             return False
         structure, values = _walk(module)
-        return structure == self._structure and _addresses(values) == self._geometry[0]
+        return structure == self._structure and addresses_of(values) == self._geometry[0]
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+    return type(tensor) in USUAL and tensor.device.type != "meta"
 
 
 def _walk(module: torch.nn.Module) -> tuple[list[Any], list[torch.Tensor]]:
@@ -90,7 +90,7 @@ def _walk(module: torch.nn.Module) -> tuple[list[Any], list[torch.Tensor]]:
 
 def _geometry(tensors: list[torch.Tensor]) -> list[Any]:
     return [
-        _addresses(tensors),
+        addresses_of(tensors),
         [tensor.shape for tensor in tensors],
         [tensor.stride() for tensor in tensors],
         [tensor.dtype for tensor in tensors],
@@ -102,7 +102,7 @@ def _has_geometry(tensors: list[torch.Tensor], geometry: list[Any]) -> bool:
     collector, which looks at all of the process."""
     addresses, shapes, strides, dtypes = geometry
     return (
-        _addresses(tensors) == addresses
+        addresses_of(tensors) == addresses
         and all(map(operator.eq, map(_SHAPE, tensors), shapes))
         and all(map(operator.eq, map(torch.Tensor.stride, tensors), strides))
         and all(map(operator.is_, map(_DTYPE, tensors), dtypes))
@@ -110,7 +110,3 @@ def _has_geometry(tensors: list[torch.Tensor], geometry: list[Any]) -> bool:
 
 
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
-
-
-def _addresses(tensors: list[torch.Tensor]) -> list[int]:
-    return list(map(torch.Tensor.data_ptr, tensors))

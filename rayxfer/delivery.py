@@ -21,6 +21,7 @@ from rayxfer.metadata import (
     metadata_from_wire,
 )
 from rayxfer.report import WorkerState
+from rayxfer.source import USUAL
 
 __all__ = ["Delivery", "Offer", "Round", "RoundAborted"]
 
@@ -92,14 +93,11 @@ class _Columns(Columns):
         """Where `weights` are neighbours in the offer, and just as offered: their slice of it."""
         names, tensors = zip(*weights, strict=True) if weights else ((), ())
         here = self.neighbours(names)
-        if here is None or not _TENSORS.issuperset(map(type, tensors)):
+        if here is None or not USUAL.issuperset(map(type, tensors)):
             return None
         fits = [tensor.dtype for tensor in tensors] == self.dtypes[here]
         fits = fits and [tensor.shape for tensor in tensors] == self.shapes[here]
         return here if fits else None
-
-
-_TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 class Delivery:

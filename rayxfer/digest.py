@@ -41,16 +41,18 @@ def memory(tensor: torch.Tensor) -> Any:
 
     By address: four times faster for small tensors than views and numpy.
     """
-    size = tensor.nbytes
-    return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
+    return _memory_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _memory_at(address: int, num_bytes: int) -> Any:
+    return (ctypes.c_char * num_bytes).from_address(address) if num_bytes else b""
 
 
 def digest_memory(address: int, num_bytes: int) -> int:
     """The same of dense bytes in the host's memory, which the caller keeps alive."""
     import xxhash
 
-    part = (ctypes.c_char * num_bytes).from_address(address) if num_bytes else b""
-    return int(xxhash.xxh3_64_intdigest(part))
+    return int(xxhash.xxh3_64_intdigest(_memory_at(address, num_bytes)))
 
 
 def digest_many(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -156,10 +156,11 @@ class Feed:
         if self._error is not None:
             raise self._error
         self._digest_current()
-        places = self.places(packed)
-        if places is None:
+        standing = self._standing
+        if standing is None or not self._comes_next(standing, packed, 0):
             raise ValueError("skip without places")
         if self.digests is not None:
+            places = standing.addresses[self.handed : self.handed + len(packed.sizes)]
             self.digests.extend(map(digest_memory, places, packed.sizes))
         self._count(packed, len(packed.sizes))
 

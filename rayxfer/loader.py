@@ -21,7 +21,7 @@ from rayxfer.digest import digest, digest_many, digest_memories, memory
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, dtype_name
 from rayxfer.packing import as_bytes
-from rayxfer.source import FLOATS, Rename, apply_rename, named_tensors, tie_key, tie_keys
+from rayxfer.source import FLOATS, USUAL, Rename, apply_rename, named_tensors, tie_key, tie_keys
 
 __all__ = [
     "EMPTY_OFFER",
@@ -236,7 +236,7 @@ class _Target:
     @property
     def freed(self) -> bool:
         """Whether it is a tensor that should have memory, but has none."""
-        return not self.plain and type(self.tensor) in _OWN_MEMORY and not has_memory(self.tensor)
+        return not self.plain and type(self.tensor) in USUAL and not has_memory(self.tensor)
 
 
 class _Places:
@@ -550,7 +550,8 @@ class ModuleLoader(WeightLoader):
             self._targets = [[_now(place, live) for place in places] for places in self._targets]
             self._places = _Places(self._targets)
         if self._places.freed is not None:
-            raise _no_memory(self._places.freed)
+            name = self._places.freed
+            raise ContractError(f"{name!r} has no memory here: its storage was freed", name=name)
 
     def landing(self, index: int) -> torch.Tensor | None:
         self._find_again()
@@ -671,8 +672,6 @@ class ModuleLoader(WeightLoader):
 
 
 _NOTHING = torch.empty(0)
-_OWN_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter))
-"""Classes whose tensors keep their values in memory of their own; another may do as it likes."""
 _LARGE_BYTES = 64 << 10
 """From here on a `memmove` of one tensor costs less than its share of torch's call for many."""
 
@@ -681,10 +680,6 @@ def _held(live: dict[str, torch.Tensor], place: _Target) -> torch.Tensor:
     if place.name not in live:
         raise ContractError(f"{place.name!r} is gone from the model after loading", name=place.name)
     return place.cut(live[place.name])
-
-
-def _no_memory(name: str) -> ContractError:
-    return ContractError(f"{name!r} has no memory here: its storage was freed", name=name)
 
 
 def _now(place: _Target, live: dict[str, torch.Tensor]) -> _Target:

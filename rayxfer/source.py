@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from rayxfer.copying import has_memory
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import Columns, ParamMeta, check_metadata
 
@@ -78,7 +79,7 @@ class Standing:
         Raises:
             ContractError: one has other memory now.
         """
-        known, now = self.addresses[here], _addresses(self.tensors[here])
+        known, now = self.addresses[here], addresses_of(self.tensors[here])
         if now == known:
             return known
         at = next(i for i, (a, b) in enumerate(zip(known, now, strict=True)) if a != b)
@@ -155,7 +156,7 @@ class MappingSource(WeightSource):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         tensors = dict(self._mapping)
-        usual = _USUAL.issuperset(map(type, tensors.values())) and {str}.issuperset(
+        usual = USUAL.issuperset(map(type, tensors.values())) and {str}.issuperset(
             map(type, tensors)
         )
         for name, tensor in () if usual else tensors.items():
@@ -174,7 +175,7 @@ class MappingSource(WeightSource):
     def _unique(self) -> Iterable[tuple[str, torch.Tensor, tuple[str, ...]]]:
         tensors = self._tensors()
         values = list(tensors.values())
-        if _all_on_host(values) and _all_apart(_addresses(values)):
+        if _all_on_host(values) and _all_apart(addresses_of(values)):
             # one by one: ten thousand at a time call for Python's garbage collection
             return ((apply_rename(n, self._rename), t, ()) for n, t in tensors.items())
         return self._grouped(tensors)
@@ -206,9 +207,9 @@ class MappingSource(WeightSource):
             return None
         tensors = self._tensors()
         values = list(tensors.values())
-        if not _all_memory(values):
+        if not all_memory(values):
             return None
-        addresses = _addresses(values)
+        addresses = addresses_of(values)
         if _all_apart(addresses):
             if any(known.aliases):
                 return None
@@ -220,7 +221,7 @@ class MappingSource(WeightSource):
             if aliases != known.aliases:
                 return None
             values = list(grouped)
-            addresses = _addresses(values)
+            addresses = addresses_of(values)
         if not known.fit(names, values):
             return None
         return Standing(known.names, values, addresses, known.num_bytes)
@@ -338,7 +339,8 @@ def tie_keys(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-_USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
+USUAL = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Classes whose tensors keep their values in memory of their own; another may do as it likes."""
 _PASS = ("metadata", "__iter__", "_unique")
 """What a source's class must not have changed, for its tensors to be what it would yield."""
 
@@ -346,13 +348,13 @@ _PASS = ("metadata", "__iter__", "_unique")
 def _all_on_host(tensors: list[torch.Tensor]) -> bool:
     """Whether all are plain strided CPU tensors. By `map`, as below: a loop costs thrice as much."""
     return (
-        _USUAL.issuperset(map(type, tensors))
+        USUAL.issuperset(map(type, tensors))
         and all(map(operator.attrgetter("is_cpu"), tensors))
         and {torch.strided}.issuperset(map(operator.attrgetter("layout"), tensors))
     )
 
 
-def _all_memory(tensors: list[torch.Tensor]) -> bool:
+def all_memory(tensors: list[torch.Tensor]) -> bool:
     """`is_memory` of each, of plain tensors only."""
     return (
         _all_on_host(tensors)
@@ -362,7 +364,7 @@ def _all_memory(tensors: list[torch.Tensor]) -> bool:
     )
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
@@ -373,14 +375,12 @@ def _all_apart(addresses: list[int]) -> bool:
 
 def _is_freed(tensor: torch.Tensor) -> bool:
     """A plain CPU tensor with elements, but without a storage to hold them."""
-    plain = type(tensor) in _USUAL and tensor.is_cpu and tensor.layout is torch.strided
-    return plain and not tensor.data_ptr() and tensor.numel() > 0
+    return _all_on_host([tensor]) and not has_memory(tensor)
 
 
 def _start(tensor: torch.Tensor) -> int | None:
     """Address of a plain CPU tensor's memory; None for any other kind."""
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu"
-    return (tensor.data_ptr() or None) if plain and tensor.layout is torch.strided else None
+    return (tensor.data_ptr() or None) if _all_on_host([tensor]) else None
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -395,7 +395,7 @@ def num_shards(tensor: Any) -> int:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, detached; gathered first if it is a DTensor."""
-    if type(tensor) in _USUAL:
+    if type(tensor) in USUAL:
         return tensor.detach()
     gather = getattr(tensor, "full_tensor", None)
     return (gather() if gather is not None else tensor).detach()

@@ -128,15 +128,7 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, TensorsUpdateI
             buffer = None
             if bucket.num_bytes:
                 buffer = _readonly_tensor(array)
-            packed = layout.packed[bucket.index]
-            if buffer is not None and land(packed, buffer.data_ptr(), packed.offsets, load_weights):
-                pass
-            elif getattr(load_weights, "copies_only", False) or buffer is None:
-                deliver_alone(layout, bucket, buffer, load_weights, landed=False)
-            else:
-                views = unpack(bucket, layout.metadata, buffer)
-                load_weights([(name, view.clone()) for name, view in views])
-                del views
+            _hand_over(layout, bucket, buffer, load_weights)
             del payload, array, buffer
             consumed.set()
         self._inbox = _Inbox()
@@ -207,6 +199,20 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, TensorsUpdateI
     def trainer_close(cls, channel: _Channel) -> None:
         channel.layouts.clear()
         channel.scratch = Staging(torch.device("cpu"), 1)
+
+
+def _hand_over(
+    layout: Layout, bucket: Bucket, buffer: torch.Tensor | None, load_weights: LoadWeights
+) -> None:
+    """A bucket in memory that must not be written to and is soon gone: nothing of it is kept."""
+    packed = layout.packed[bucket.index]
+    if buffer is not None and land(packed, buffer.data_ptr(), packed.offsets, load_weights):
+        return
+    if buffer is None or getattr(load_weights, "copies_only", False):
+        deliver_alone(layout, bucket, buffer, load_weights, landed=False)
+        return
+    views = unpack(bucket, layout.metadata, buffer)
+    load_weights([(name, view.clone()) for name, view in views])
 
 
 def _put(flat: torch.Tensor) -> Any:

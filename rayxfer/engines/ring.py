@@ -14,6 +14,7 @@ import platform
 import struct
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -154,13 +155,8 @@ class RingWriter:
         """The next slot to fill (flat uint8), once every reader is done with it; or the one `ahead` of
         it, while those before are not published yet."""
         need = self._head + 1 + ahead - self._slots
-        for reader in range(self._readers):
-            while (seen := self._memory.read(_tail(reader))) < need:
-                self.lagging = reader
-                self._check()
-                self._memory.wait_change(_tail(reader), seen, _SLICE_S)
+        self._await_readers(0, lambda seen: seen >= need)
         self._check()
-        self.lagging = None
         start = self._start + ((self._head + ahead) % self._slots) * self.slot_bytes
         return self._memory.bytes[start : start + self.slot_bytes]
 
@@ -168,32 +164,30 @@ class RingWriter:
         """The next `publish` shows nothing to anybody until every reader is `ready` for this."""
         self._gate = token
 
-    def _pass_gate(self, token: int) -> None:
+    def _await_readers(self, word: int, done: Callable[[int], bool]) -> None:
+        """Until every reader's word at this place of its line is `done`."""
         for reader in range(self._readers):
-            at = _tail(reader) + _READY
-            while (seen := self._memory.read(at)) != token:
+            at = _tail(reader) + word
+            while not done(seen := self._memory.read(at)):
                 self.lagging = reader
                 self._check()
                 self._memory.wait_change(at, seen, _SLICE_S)
-        self._check()
-        self.lagging = self._gate = None
+        self.lagging = None
 
     def publish(self, kind: int = 0) -> None:
         """The slot is complete: let readers have it. `kind`: what it holds, as both sides agree."""
-        if self._gate is not None:
-            self._pass_gate(self._gate)
+        token = self._gate
+        if token is not None:
+            self._await_readers(_READY, lambda seen: seen == token)
+            self._check()
+            self._gate = None
         self._memory.put(_kind(self._readers, self._head % self._slots), kind)
         self._head += 1
         self._memory.write(_HEAD, self._head)
 
     def drain(self) -> None:
         """Return when every reader is done with every frame."""
-        for reader in range(self._readers):
-            while (seen := self._memory.read(_tail(reader))) < self._head:
-                self.lagging = reader
-                self._check()
-                self._memory.wait_change(_tail(reader), seen, _SLICE_S)
-        self.lagging = None
+        self._await_readers(0, lambda seen: seen >= self._head)
 
     def held(self) -> list[int]:
         """The last word that each reader said with `hold`; 0: none yet."""
