@@ -32,11 +32,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One wire unit: `num_bytes` long, padding included."""
+    """One wire unit: `num_bytes` long, padding included.
+
+    `alone`: only one of its tensors has any bytes, and it is one that is not to be packed with others.
+    """
 
     index: int
     num_bytes: int
     pieces: tuple[Piece, ...]
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +63,35 @@ def align(offset_bytes: int, alignment: int = ALIGNMENT_BYTES) -> int:
     return -(-offset_bytes // alignment) * alignment
 
 
-def plan_buckets(metadata: Sequence[ParamMeta], bucket_size_bytes: int) -> BucketPlan:
-    """Fill buckets in order with whole tensors; one larger than a bucket travels alone.
+def plan_buckets(
+    metadata: Sequence[ParamMeta], bucket_size_bytes: int, packed_bytes: int | None = None
+) -> BucketPlan:
+    """Fill buckets in order with whole tensors; one longer than `packed_bytes` (None: than a bucket)
+    travels alone.
 
-    A bucket holds at most `bucket_size_bytes`, padding included, unless its only tensor with any
-    bytes is larger. Zero-size tensors take no room. An empty list gives no buckets.
+    A bucket holds at most `bucket_size_bytes`, padding included, unless it is such a tensor's. Zero-size
+    tensors take no room. An empty list gives no buckets.
     """
+    most = bucket_size_bytes if packed_bytes is None else min(packed_bytes, bucket_size_bytes)
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     end = total = 0
+    alone = False
 
     def close() -> None:
         nonlocal pieces, end
         if pieces:
-            buckets.append(Bucket(len(buckets), end, tuple(pieces)))
+            buckets.append(Bucket(len(buckets), end, tuple(pieces), alone))
         pieces, end = [], 0
 
     for index, meta in enumerate(metadata):
         num_bytes = meta.num_bytes
         offset = align(end)
-        if end and num_bytes and offset + num_bytes > bucket_size_bytes:
+        large = num_bytes > most
+        if end and num_bytes and (large or alone or offset + num_bytes > bucket_size_bytes):
             close()
-            offset = 0
+            offset, alone = 0, False
+        alone |= large
         pieces.append(Piece(index, 0, num_bytes, offset if num_bytes else end))
         end = offset + num_bytes if num_bytes else end
         total += num_bytes
@@ -147,14 +158,19 @@ class Layout:
     buffers are kept.
     """
 
-    def __init__(self, metadata: Sequence[ParamMeta], bucket_size_bytes: int) -> None:
+    def __init__(
+        self,
+        metadata: Sequence[ParamMeta],
+        bucket_size_bytes: int,
+        packed_bytes: int | None = None,
+    ) -> None:
         self.metadata = tuple(metadata)
-        self.plan = plan_buckets(self.metadata, bucket_size_bytes)
+        self.plan = plan_buckets(self.metadata, bucket_size_bytes, packed_bytes)
         self.packed = [Packed(bucket, self.metadata) for bucket in self.plan.buckets]
         """By bucket."""
         sizes = (bucket.num_bytes for bucket in self.plan.buckets)
         self.shared_bytes = max((n for n in sizes if n <= bucket_size_bytes), default=0)
-        """The largest bucket but for tensors that travel alone. Buffers have this size from the start:
+        """The largest bucket but for those too long for one. Buffers have this size from the start:
         one that grew would stay beside its successor, for the sake of its views."""
         self.starts: list[int] = []
         """Where each bucket begins, in a file that holds all of them."""

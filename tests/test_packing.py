@@ -136,6 +136,21 @@ def test_any_plan_of_large_tensors_holds_the_rules(sizes: list[int], size: int) 
     check_plan(metadata, size, plan_buckets(metadata, size))
 
 
+@given(metadata_lists, st.integers(1, 6000), st.integers(0, 6000))
+@settings(max_examples=300)
+def test_long_tensors_travel_alone(metadata: list[ParamMeta], size: int, most: int) -> None:
+    plan = plan_buckets(metadata, size, most)
+    pieces = [piece for bucket in plan.buckets for piece in bucket.pieces]
+    assert [piece.tensor for piece in pieces] == list(range(len(metadata)))
+    for bucket in plan.buckets:
+        filled = [piece.num_bytes for piece in bucket.pieces if piece.num_bytes]
+        assert bucket.alone == any(count > min(most, size) for count in filled)
+        if bucket.alone:
+            assert filled == [bucket.num_bytes]
+        else:
+            assert bucket.num_bytes <= size
+
+
 def test_nothing_gives_no_bucket() -> None:
     assert plan_buckets([], 1) == BucketPlan((), 0, 0)
 

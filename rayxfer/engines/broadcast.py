@@ -153,12 +153,12 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         return [{} for _ in plan.workers]
 
     @classmethod
-    def _unit_bytes(cls, bucket_size_bytes: int) -> int:
-        """How much is packed together, of a bucket's size."""
-        return bucket_size_bytes
+    def _layouts_for(cls, bucket_size_bytes: int) -> Layouts:
+        """What is packed together."""
+        return Layouts(bucket_size_bytes)
 
     def _receive(self, group: Any, staging: Staging, layout: Layout, load: LoadWeights) -> None:
-        receive_buckets(group, staging, layout, self._bucket_size_bytes, load)
+        receive_buckets(group, staging, layout, load)
 
     @classmethod
     def _send(
@@ -172,7 +172,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         stable: bool,
     ) -> None:
         """`stable`: yielded tensors keep memory and values until this returns."""
-        send_buckets(group, staging, iterator, layout, plan.bucket_size_bytes)
+        send_buckets(group, staging, iterator, layout)
 
     # ---- the worker ----------------------------------------------------------------------------
 
@@ -186,8 +186,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
         )
         rank = init_info.rank_offset + self.parallel_config.rank
         self._place = str(rank), init_info.world_size
-        self._bucket_size_bytes = init_info.bucket_size_bytes
-        self._layouts = Layouts(self._unit_bytes(self._bucket_size_bytes))
+        self._layouts = self._layouts_for(init_info.bucket_size_bytes)
         self._check_aborted()
         self._group = self._make_group(
             Member(
@@ -295,7 +294,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
             rendezvous.close()
             raise
         device, devices = cls._devices(plan)
-        layouts = Layouts(cls._unit_bytes(plan.bucket_size_bytes))
+        layouts = cls._layouts_for(plan.bucket_size_bytes)
         channel = _Channel(cls, rendezvous, plan, layouts, device)
         places = zip(devices, cls._places(plan), strict=True)
         return channel, [{**info, **place, "device": device} for device, place in places]

@@ -94,14 +94,14 @@ class Group(ABC):
 class Layouts:
     """The layout of a channel's update infos: the same one as long as the same tensors are sent."""
 
-    def __init__(self, bucket_size_bytes: int) -> None:
-        self._bucket_size_bytes = bucket_size_bytes
+    def __init__(self, bucket_size_bytes: int, packed_bytes: int | None = None) -> None:
+        self._sizes = bucket_size_bytes, packed_bytes
         self.clear()
 
     def clear(self) -> None:
         """Forget it, and with it the views of buffers that it keeps."""
         self._wire: dict[str, Any] = {}
-        self._layout = Layout((), self._bucket_size_bytes)
+        self._layout = Layout((), *self._sizes)
 
     def get(self, update_info: Any) -> Layout:
         """For a built-in engine's update info (a dict, or the typed dataclass).
@@ -116,7 +116,7 @@ class Layouts:
             else {k: getattr(update_info, k) for k in keys}
         )
         if wire != self._wire:
-            self._layout = Layout(metadata_from_wire(wire), self._bucket_size_bytes)
+            self._layout = Layout(metadata_from_wire(wire), *self._sizes)
             self._wire = wire
         return self._layout
 
@@ -198,14 +198,13 @@ def send_buckets(
     staging: Staging,
     iterator: Iterator[tuple[str, torch.Tensor]],
     layout: Layout,
-    bucket_size_bytes: int,
 ) -> None:
     """Sender: pack and broadcast every bucket. Returns when all bytes are out."""
     pending: list[Any] = []
     turn = 0
     metadata = layout.metadata
     for bucket in layout.plan.buckets:
-        if bucket.num_bytes > bucket_size_bytes:
+        if bucket.alone:
             # One large tensor travels alone, from where it lies: no staging. Drained at once, since
             # its owner may change it as soon as the next one is asked for.
             for piece in bucket.pieces:
@@ -280,7 +279,6 @@ def receive_buckets(
     group: Group,
     staging: Staging,
     layout: Layout,
-    bucket_size_bytes: int,
     load_weights: LoadWeights,
 ) -> None:
     """Worker: receive every bucket and hand over its tensors, the next one already on its way."""
@@ -293,9 +291,8 @@ def receive_buckets(
         if not bucket.num_bytes:
             started.append((bucket, None, None, False))
             return
-        large = bucket.num_bytes > bucket_size_bytes
         landing = None
-        if large:
+        if bucket.alone:
             landing = landing_of(load_weights, layout, bucket, group.device)
             buffer = (
                 landing
@@ -316,7 +313,7 @@ def receive_buckets(
         bucket, buffer, work, landed = started[0]
         if work is not None:
             group.wait(work)
-        if buffer is not None and bucket.num_bytes <= bucket_size_bytes:
+        if buffer is not None and not bucket.alone:
             deliver(layout, bucket, buffer, load_weights)
         else:
             deliver_alone(layout, bucket, buffer, load_weights, landed=landed)

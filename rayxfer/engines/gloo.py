@@ -30,7 +30,7 @@ import torch.distributed as dist
 from rayxfer.base import LoadWeights, SessionPlan
 from rayxfer.engines.broadcast import BroadcastEngine, BroadcastInitInfo, Member
 from rayxfer.engines.closing import close_later
-from rayxfer.engines.collective import IN_FLIGHT, Group, Staging
+from rayxfer.engines.collective import IN_FLIGHT, Group, Layouts, Staging
 from rayxfer.engines.line import PARTS_IN_FLIGHT, SLOTS, Line, receive_line, send_line
 from rayxfer.engines.rendezvous import RendezvousStore
 from rayxfer.engines.ring import RingReader, RingWriter
@@ -144,7 +144,14 @@ class GlooEngine(BroadcastEngine):
     buffers = 2 * IN_FLIGHT
 
     @classmethod
-    def _unit_bytes(cls, bucket_size_bytes: int) -> int:
+    def _layouts_for(cls, bucket_size_bytes: int) -> Layouts:
+        # From half a unit on, a tensor goes from where it lies to its place: no copy at either end is worth
+        # more than fewer messages.
+        unit = cls._unit_bytes(bucket_size_bytes)
+        return Layouts(unit, unit // 2)
+
+    @staticmethod
+    def _unit_bytes(bucket_size_bytes: int) -> int:
         # Half a bucket, so that twice as many are in flight: gloo sends nothing before the receiver has
         # said where to, and a member that passes it on keeps it until it is out again.
         return max(1, bucket_size_bytes // 2)
@@ -213,13 +220,7 @@ class GlooEngine(BroadcastEngine):
     # ---- one round ------------------------------------------------------------------------------
 
     def _receive(self, group: Line, staging: Staging, layout: Layout, load: LoadWeights) -> None:
-        receive_line(
-            group,
-            staging,
-            layout,
-            load,
-            unit_bytes=self._unit_bytes(self._bucket_size_bytes),
-        )
+        receive_line(group, staging, layout, load)
 
     @classmethod
     def _send(
@@ -232,14 +233,7 @@ class GlooEngine(BroadcastEngine):
         *,
         stable: bool,
     ) -> None:
-        send_line(
-            group,
-            staging,
-            iterator,
-            layout,
-            unit_bytes=cls._unit_bytes(plan.bucket_size_bytes),
-            stable=stable,
-        )
+        send_line(group, staging, iterator, layout, stable=stable)
 
 
 def _part_bytes(unit_bytes: int, routes: Sequence[Route]) -> int:

@@ -161,7 +161,7 @@ class Writer:
         tensors: Iterator[tuple[str, torch.Tensor]],
     ) -> None:
         metadata = self._layout.metadata
-        if bucket.num_bytes > self._size:
+        if bucket.alone:
             for piece in pieces:
                 tensor = next_tensor(tensors, metadata[piece.tensor])
                 if piece.num_bytes:

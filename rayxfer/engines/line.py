@@ -6,8 +6,8 @@ hardly slower than its slowest link, and no link carries a byte twice. Between n
 read.
 
 What travels are the buckets of the layout, in order, those larger than `part_bytes` in parts of that
-size. A bucket of at most `unit_bytes` is staged; a larger one is a single tensor, which is sent from where
-it lies, and received in its place where the loader has one.
+size. A bucket is staged; but a tensor that travels alone is sent from where it lies, and received in its
+place where the loader has one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from rayxfer.base import LoadWeights
-from rayxfer.copying import copy_bytes
+from rayxfer.copying import copy_bytes, is_memory
 from rayxfer.engines.collective import (
     IN_FLIGHT,
     Group,
@@ -39,7 +39,7 @@ from rayxfer.packing import Bucket, Layout, as_bytes, plain
 
 __all__ = ["PARTS_IN_FLIGHT", "SLOTS", "Line", "receive_line", "send_line"]
 
-PARTS_IN_FLIGHT = 4
+PARTS_IN_FLIGHT = 8
 SLOTS = 4
 """Of a leader's ring."""
 
@@ -124,7 +124,6 @@ def send_line(
     iterator: Iterator[tuple[str, torch.Tensor]],
     layout: Layout,
     *,
-    unit_bytes: int,
     stable: bool,
 ) -> None:
     """Sender: send every bucket to the first of the line. Returns when all bytes are out.
@@ -140,32 +139,45 @@ def send_line(
     def wait_one() -> None:
         line.wait(pending.popleft()[0])
 
+    def staged(num_bytes: int) -> torch.Tensor:
+        while any(used == turn % len(staging) for _, used in pending):
+            wait_one()
+        return staging.get(turn, layout.shared_bytes)[:num_bytes]
+
+    def start_staged(buffer: torch.Tensor) -> None:
+        nonlocal turn
+        pending.append((line.start(buffer), turn % len(staging)))
+        turn += 1
+
     for bucket in layout.plan.buckets:
-        if bucket.num_bytes <= unit_bytes:
-            buffer = staging.get(turn, layout.shared_bytes)[: bucket.num_bytes]
-            while any(used == turn % len(staging) for _, used in pending):
-                wait_one()
+        if not bucket.alone:
+            buffer = staged(bucket.num_bytes)
             fill(layout, bucket, iterator, buffer)
             if bucket.num_bytes:
-                pending.append((line.start(buffer), turn % len(staging)))
-                turn += 1
+                start_staged(buffer)
             continue
         for piece in bucket.pieces:
             tensor = next_tensor(iterator, layout.metadata[piece.tensor])
             if not piece.num_bytes:
                 continue
             flat = as_bytes(plain(tensor).to(line.device))
-            for start, end in _cuts(flat.numel(), line.part_bytes):
-                while len(pending) >= PARTS_IN_FLIGHT:
-                    wait_one()
-                pending.append((line.start(flat[start:end]), -1))
             made = int(getattr(iterator, "temporary_bytes", 0))
-            if not stable or made != temporary_bytes or flat.data_ptr() != tensor.data_ptr():
-                # its owner may change it as soon as the next one is asked for, or it is memory of this
-                # pass, of which there is not to be more than one
-                while pending:
-                    wait_one()
+            # its owner may change it as soon as the next one is asked for, or it is memory of this pass, of
+            # which there is not to be more than one
+            passing = not stable or made != temporary_bytes or flat.data_ptr() != tensor.data_ptr()
             temporary_bytes = made
+            if passing and piece.num_bytes <= layout.shared_bytes:
+                buffer = staged(piece.num_bytes)
+                take = getattr(iterator, "take", None) if is_memory(tensor) else None
+                (take or copy_bytes)(buffer.data_ptr(), flat.data_ptr(), piece.num_bytes)
+                start_staged(buffer)
+            else:
+                for start, end in _cuts(flat.numel(), line.part_bytes):
+                    while len(pending) >= PARTS_IN_FLIGHT:
+                        wait_one()
+                    pending.append((line.start(flat[start:end]), -1))
+                while passing and pending:
+                    wait_one()
             del tensor, flat
     expect_end(iterator)
     while pending:
@@ -177,8 +189,6 @@ def receive_line(
     staging: Staging,
     layout: Layout,
     load_weights: LoadWeights,
-    *,
-    unit_bytes: int,
 ) -> None:
     """Worker: take one round from wherever it comes, hand it over, and pass it on.
 
@@ -191,7 +201,7 @@ def receive_line(
     elif line.ring is not None:
         _Leader(line, layout, load_weights).run()
     else:
-        _Member(line, staging, layout, load_weights, unit_bytes).run()
+        _Member(line, staging, layout, load_weights).run()
 
 
 class _Receiver:
@@ -236,11 +246,10 @@ class _Member(_Receiver):
         staging: Staging,
         layout: Layout,
         load_weights: LoadWeights,
-        unit_bytes: int,
     ) -> None:
         super().__init__(line, load_weights)
         self._staging, self._layout = staging, layout
-        self._unit_bytes, self._part_bytes = unit_bytes, line.part_bytes
+        self._part_bytes = line.part_bytes
         self._turn = 0
         self._pending: deque[tuple[_Arriving, int, int, Any]] = deque()
         # in buffers of ours: not delivered, or not passed on
@@ -280,7 +289,7 @@ class _Member(_Receiver):
 
     def _room_for(self, bucket: Bucket) -> _Arriving:
         parts = -(-bucket.num_bytes // self._part_bytes)
-        staged = bucket.num_bytes <= self._unit_bytes
+        staged = not bucket.alone
         if not staged:
             place = landing_of(self._load, self._layout, bucket, self._line.device)
             if place is not None:

@@ -169,7 +169,7 @@ class ObjectStoreEngine(WeightTransferEngine[ObjectStoreInitInfo, TensorsUpdateI
         layout = channel.layouts.get(trainer_args["update_info"])
         buckets = layout.plan.buckets
         for bucket in buckets:
-            if bucket.num_bytes > layout.shared_bytes:
+            if bucket.alone:
                 push.wait(bucket.index - _IN_FLIGHT)
                 ref = _put_alone(layout, bucket, iterator)
             else:

@@ -5,19 +5,28 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rayxfer import TransferError, WeightTransferConfig, WeightTransferEngineFactory
+from rayxfer import (
+    ModuleSource,
+    ParamMeta,
+    TransferError,
+    WeightTransferConfig,
+    WeightTransferEngineFactory,
+)
 from rayxfer.binding import Binding
 from rayxfer.engines.broadcast import BroadcastInitInfo
 from rayxfer.engines.gloo import GlooEngine, GlooGroup
 from rayxfer.engines.rendezvous import Rendezvous, RendezvousStore
 from rayxfer.session import WorkerSession
 from rayxfer.testing import LocalController
+from tests.fleet import Source
+from tests.helpers import assert_same_bytes, poison
 
 OWNER = {"name": "c", "controller_id": "id", "epoch": 1, "version": 0, "roster": [], "rank": 0}
 
@@ -182,3 +191,34 @@ def test_a_channel_has_two_buffers_at_each_end_and_gives_them_back() -> None:
     while _staging_bytes() > before and time.monotonic() < deadline:
         time.sleep(0.05)
     assert _staging_bytes() == before
+
+
+@pytest.mark.parametrize("casts", [False, True], ids=["one buffer for all", "casts"])
+def test_long_tensors_that_do_not_stay(casts: bool) -> None:
+    """From half a unit on, tensors go from where they lie; these lie there only until the next one."""
+    widths = [1536 << 10, 100, 1280 << 10, 3 << 20, 1100 << 10, 1700 << 10, 5, 2 << 20]
+    given = [torch.full((n,), float(i + 1), dtype=torch.float32) for i, n in enumerate(widths)]
+    dtype = torch.uint8 if not casts else torch.bfloat16
+    want = [tensor.to(dtype) for tensor in given]
+    model = torch.nn.ParameterDict({f"w{i}": t for i, t in enumerate(given)})
+    worker = torch.nn.Module()
+    for i, tensor in enumerate(want):
+        worker.register_buffer(f"w{i}", torch.full_like(tensor, 77))
+    buffer = torch.empty(max(widths), dtype=torch.uint8)
+
+    def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+        for i, tensor in enumerate(want):
+            here = buffer[: tensor.numel()]
+            here.copy_(tensor)
+            yield f"w{i}", here
+            here.fill_(0xA5)
+
+    metas = [ParamMeta(f"w{i}", t.dtype, tuple(t.shape)) for i, t in enumerate(want)]
+    source = ModuleSource(model, dtype=dtype) if casts else Source(metas, pairs)
+    with LocalController([worker], WeightTransferConfig(backend="gloo")) as controller:
+        for _ in range(2):
+            poison(worker)
+            report = controller.sync_weights(source)
+            assert report.workers[0].verified == "loaded"
+            expected = {f"w{i}": tensor for i, tensor in enumerate(want)}
+            assert_same_bytes(dict(worker.named_buffers()), expected)
