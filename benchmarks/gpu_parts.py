@@ -29,6 +29,7 @@ from benchmarks.gpu_stage import (
 )
 from rayxfer import BackendUnavailable, PartialUpdate, WeightTransferConfig
 from rayxfer.errors import RayxferError, TransferError
+from rayxfer.gpu_digest import WORDS
 from rayxfer.source import named_tensors
 from rayxfer.testing import LocalController, ProcessWorker, check_engine
 
@@ -64,6 +65,25 @@ def device_calls(stage: Stage) -> str:
     return f"events {'are' if shared else 'cannot be'} shared; torch's memory " + (
         "can be exported" if direct else "CANNOT be exported: everything will be staged"
     )
+
+
+def digest_on_device(stage: Stage) -> str:
+    """The GPU's digest of every dtype and layout is that of the same bytes by a CPU."""
+    model = stage.place(build_zoo(stage.on))
+    tensors = dict(named_tensors(model))
+    # more than one chunk, no whole number of words, and memory that does not begin at one
+    long = torch.arange((20 << 20) + 3, device=stage.device.torch_device).to(torch.uint8)
+    tensors |= {"long": long, "odd": long[1:], "turned": long[: 20 << 20].view(4096, -1).t()}
+    here = WORDS.many(tensors.values())
+    there = WORDS.many([tensor.detach().cpu() for tensor in tensors.values()])
+    wrong = [name for name, a, b in zip(tensors, here, there, strict=True) if a != b]
+    if wrong:
+        raise Failed(f"{len(wrong)} digests differ from the CPU's, the first is of {wrong[0]!r}")
+    before = WORDS.of(long)
+    long[-2] ^= 64
+    if WORDS.of(long) == before:
+        raise Failed("a bit that flips makes no difference")
+    return f"{len(tensors)} tensors"
 
 
 def _kit(stage: Stage, backend: str, **settings: Any) -> str:
@@ -276,6 +296,7 @@ def refusals(stage: Stage) -> str:
 
 CHECKS = (
     ("device calls", device_calls),
+    ("digest", digest_on_device),
     ("kit: ipc, direct", kit_direct),
     ("kit: ipc, staged", kit_staged),
     ("kit: nccl", kit_nccl),

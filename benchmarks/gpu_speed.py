@@ -25,6 +25,7 @@ from benchmarks.gpu_stage import (
     vllm_receive,
 )
 from rayxfer import ModuleSource, WeightTransferConfig, WeightTransferEngineFactory
+from rayxfer.gpu_digest import WORDS
 from rayxfer.metadata import metadata_to_wire
 from rayxfer.testing import LocalController, ProcessWorker
 from rayxfer.topology import Facts, bucket_size
@@ -68,6 +69,12 @@ def _flat(stage: Stage, sources: list[torch.Tensor]) -> float:
 def _batched(stage: Stage, sources: list[torch.Tensor]) -> float:
     targets = [torch.empty_like(t) for t in sources]
     return _median(lambda: torch._foreach_copy_(targets, sources), stage)
+
+
+def _digested(stage: Stage, model: torch.nn.Module) -> float:
+    """Seconds of digesting all of it once, where it lies: what verification costs each side."""
+    sources = [parameter.detach() for parameter in model.parameters()]
+    return _median(lambda: WORDS.many(sources), stage)
 
 
 def _engine(stage: Stage, model: torch.nn.Module, worker: ProcessWorker, form: str) -> float:
@@ -169,8 +176,9 @@ def measure(stage: Stage, left_s: Callable[[], float]) -> tuple[list[dict[str, A
             add(form, _engine(stage, model, worker, form))
             compare(model, worker.run(digests, _few(shapes)))
         add("sync_weights, verify off", _whole_calls(stage, model, worker, "off", 5))
+        add("digest", _digested(stage, model))
         if left_s() > _BATCH_LIMIT_S:
-            add("sync_weights, verify on", _whole_calls(stage, model, worker, "digest", 1))
+            add("sync_weights, verify on", _whole_calls(stage, model, worker, "digest", 5))
         if stage.on == "cuda" and importlib.util.find_spec("vllm") is not None:
             try:
                 add("vLLM's own ipc engine", _vllm(model, worker))

@@ -67,6 +67,7 @@ class Call:
     tries: int = 0
     glitches: int = 0
     phases: dict[str, float] = field(default_factory=dict)
+    digest: str = "xxh3"
     digests: list[int] | None = None
     prove_all: bool = False
     two_steps: bool = False

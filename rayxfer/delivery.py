@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rayxfer.digest import digest
+from rayxfer.digest import Digest
 from rayxfer.errors import ContractError, TransferError, portable_cause
 from rayxfer.loader import WeightLoader
 from rayxfer.metadata import (
@@ -41,7 +41,7 @@ class Round:
     partial: bool
     update_info: Any
     loader: WeightLoader
-    verify: bool
+    digest: Digest | None
     previous: WorkerState
     checkpoint_format: bool
     casts: bool
@@ -112,8 +112,8 @@ class Delivery:
         self._columns = current.columns
         self._index = current.columns.index
         self._handed = bytearray(len(current.metadata))
-        self._delivered = [0] * len(current.metadata)
-        self._digest = current.verify and not current.loader.one_to_one
+        self._delivered: list[int | torch.Tensor] = [0] * len(current.metadata)
+        self._digest = None if current.loader.one_to_one else current.digest
         self.copies_only = current.loader.copies_only
         self.num_bytes = 0
         self.in_loader = False
@@ -183,9 +183,9 @@ class Delivery:
                 index = self._take(name)
                 self._compare(self._round.metadata[index], tensor)
                 items.append((index, tensor))
-        if self._digest:
+        if self._digest is not None:
             for index, tensor in items:
-                self._delivered[index] = digest(tensor)
+                self._delivered[index] = self._digest.later(tensor)
         if self.loader_error is None and items:
             self.in_loader = True
             try:
@@ -272,4 +272,8 @@ class Delivery:
             )
 
     def delivered_digests(self) -> list[int]:
-        return self._delivered
+        return (
+            [0] * len(self._delivered)
+            if self._digest is None
+            else self._digest.settle(self._delivered)
+        )

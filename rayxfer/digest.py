@@ -1,4 +1,5 @@
-"""A 64-bit digest of a tensor's bytes: what the sender read against what the worker holds.
+"""A 64-bit digest of a tensor's bytes: what the sender read against what the worker holds. Which of the two
+is used in a round, its sender says (`digest_named`): this one, or that of `gpu_digest.py`.
 
 xxh3 (the `xxhash` package) reads about as fast as memory delivers and releases the GIL; it finds
 every accidental change with probability 1 - 2**-64. It is no defence against an adversary, who could
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,10 +21,53 @@ from rayxfer.copying import has_memory, is_memory
 from rayxfer.errors import ContractError
 from rayxfer.packing import as_bytes, plain
 
-__all__ = ["digest", "digest_many", "digest_memories", "digest_memory", "memory"]
+__all__ = [
+    "XXH3",
+    "Digest",
+    "digest",
+    "digest_many",
+    "digest_memories",
+    "digest_memory",
+    "digest_named",
+    "memory",
+]
 
 _SMALL_BYTES = 1 << 20
 _THREADED_BYTES = 64 << 10
+
+
+class Digest(ABC):
+    """A way to digest tensors. Both ends of a round use the same."""
+
+    name: str
+
+    @abstractmethod
+    def of(self, tensor: torch.Tensor) -> int:
+        """Of the tensor's dense bytes, in row-major order, whatever its strides or device."""
+
+    @abstractmethod
+    def many(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """`of` each."""
+
+    def later(self, tensor: torch.Tensor) -> int | torch.Tensor:
+        """`of`, or what the tensor's device makes it from after all that the current stream has queued;
+        until `settle`."""
+        return self.of(tensor)
+
+    def settle(self, found: Sequence[int | torch.Tensor]) -> list[int]:
+        """The digests that `later` gave."""
+        return [one for one in found if isinstance(one, int)]
+
+
+def digest_named(name: str) -> Digest:
+    """Raises ContractError: there is none of this name."""
+    if name == XXH3.name:
+        return XXH3
+    from rayxfer.gpu_digest import WORDS
+
+    if name == WORDS.name:
+        return WORDS
+    raise ContractError(f"no digest is called {name!r}: expected {XXH3.name!r} or {WORDS.name!r}")
 
 
 def digest(tensor: torch.Tensor) -> int:
@@ -59,6 +104,19 @@ def digest_many(tensors: Iterable[torch.Tensor]) -> list[int]:
     """`digest` of each, large ones on up to two threads (hashing is bound by memory, not cores)."""
     todo = list(tensors)
     return _spread(digest, todo, sum(t.numel() * t.element_size() for t in todo))
+
+
+class _XXH3(Digest):
+    name = "xxh3"
+
+    def of(self, tensor: torch.Tensor) -> int:
+        return digest(tensor)
+
+    def many(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        return digest_many(tensors)
+
+
+XXH3 = _XXH3()
 
 
 def digest_memories(memories: Sequence[Any]) -> list[int]:

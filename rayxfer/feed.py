@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from rayxfer.copying import PIECE_BYTES, Hasher, copy_bytes, copy_many
-from rayxfer.digest import digest, digest_memory
+from rayxfer.digest import XXH3, Digest, digest, digest_memory
 from rayxfer.errors import RayxferError
 from rayxfer.packing import Packed
 from rayxfer.source import Standing
@@ -28,20 +28,25 @@ class Feed:
     At most one batch waits while one is consumed. `next` raises the error of `abort`.
 
     Args:
-        digesting: keep the digest of every tensor that is handed out. An engine that copies with `take`
+        digesting: keep this digest of every tensor that is handed out. An engine that copies with `take`
             has it taken on the way; else the tensor is read once more when the next one is asked for.
+        stays: tensors keep their values until `finish`.
 
     Attributes:
         starved: the consumer is waiting for the source (so the channel is not what is slow).
         last_name: the last name handed out.
         handed: how many tensors were handed out.
-        digests: of the tensors handed out so far, the last one excepted until the end is reached.
+        digests: of the tensors handed out, complete once the end was reached, and `finish` called.
         temporary_bytes: of what was handed out, and was made for this pass alone: whoever holds on to
             many tensors holds on to that as well.
     """
 
-    def __init__(self, *, digesting: bool = False) -> None:
-        self.digests: list[int] | None = [] if digesting else None
+    def __init__(self, *, digesting: Digest | None = None, stays: bool = False) -> None:
+        self.digests: list[int] | None = None if digesting is None else []
+        self._digesting, self._stays = digesting, stays
+        # on the host, from addresses, or on the way; or else by whoever has the tensor
+        self._by_address = digesting is None or digesting is XXH3
+        self._later: list[int | torch.Tensor] = []
         self._current: torch.Tensor | None = None
         self._hasher: Hasher | None = None
         self._changed = threading.Condition()
@@ -95,10 +100,14 @@ class Feed:
 
     def finish(self) -> None:
         """The consumer wants no more: let a waiting `put` go."""
-        self._digest_current()
-        with self._changed:
-            self._finished = True
-            self._changed.notify_all()
+        try:
+            self._digest_current()
+            if self._later and self._digesting is not None:
+                self.digests, self._later = self._digesting.settle(self._later), []
+        finally:
+            with self._changed:
+                self._finished = True
+                self._changed.notify_all()
 
     def abort(self, error: RayxferError) -> None:
         """Make both sides raise `error`."""
@@ -135,7 +144,7 @@ class Feed:
         """Copy the next bytes of the tensor handed out last, in its order, from `source` (an address in
         it) to `target`. The tensor's memory has to be its dense bytes, on the host."""
         current = self._current
-        if current is None:
+        if current is None or not self._by_address:
             copy_bytes(target, source, num_bytes)
             return
         hasher = self._hasher
@@ -147,7 +156,7 @@ class Feed:
         """The addresses of these tensors, which are those to be handed out next: dense memory of the host,
         which stays as it is until the pass is over. None where that is not known."""
         standing = self._standing
-        if standing is None or not self._comes_next(standing, packed, 0):
+        if standing is None or not self._by_address or not self._comes_next(standing, packed, 0):
             return None
         return standing.check(slice(packed.first, packed.first + len(packed.sizes)))
 
@@ -172,7 +181,11 @@ class Feed:
             raise self._error
         self._digest_current()
         standing = self._standing
-        if standing is None or not self._comes_next(standing, packed, start):
+        if (
+            standing is None
+            or not self._by_address
+            or not self._comes_next(standing, packed, start)
+        ):
             return 0
         stop = packed.until(start, PIECE_BYTES)
         if stop > start:
@@ -196,9 +209,13 @@ class Feed:
 
     def _digest_current(self) -> None:
         current, hasher = self._current, self._hasher
-        if current is None or self.digests is None:
+        if current is None or self.digests is None or self._digesting is None:
             return
         self._current = self._hasher = None
+        if not self._by_address:
+            found = self._digesting.later if self._stays else self._digesting.of
+            self._later.append(found(current))
+            return
         taken = hasher is not None and hasher.num_bytes == current.nbytes
         self.digests.append(hasher.value() if hasher is not None and taken else digest(current))
 

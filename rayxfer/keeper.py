@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from rayxfer.digest import digest_many
 from rayxfer.loader import Preflight, WeightLoader
 from rayxfer.metadata import ParamMeta
 from rayxfer.packing import as_bytes
@@ -108,7 +107,7 @@ class _KeeperLoader(WeightLoader):
             self._place(index).copy_(tensor)
 
     def loaded_digests(self) -> list[int]:
-        return digest_many(self._store.tensors[meta.name] for meta in self._offer)
+        return self.digest.many(self._store.tensors[meta.name] for meta in self._offer)
 
     @property
     def touched(self) -> bool:

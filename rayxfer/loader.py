@@ -17,7 +17,7 @@ import torch
 
 from rayxfer.census import Census
 from rayxfer.copying import copy_all, copy_bytes, has_memory, is_memory
-from rayxfer.digest import digest, digest_many, digest_memories, memory
+from rayxfer.digest import XXH3, Digest, digest, digest_memories, memory
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, dtype_name
 from rayxfer.packing import as_bytes
@@ -131,8 +131,10 @@ class WeightLoader:
             handed views of a buffer that is used again.
         one_to_one: True: every offered tensor has a known place, so `loaded` digests exist.
         keeps: True: it has `keep` (see `rayxfer.mapped`).
+        digest: what the round's sender takes.
     """
 
+    digest: Digest = XXH3
     copies_only = False
     one_to_one = False
     keeps = False
@@ -602,7 +604,7 @@ class ModuleLoader(WeightLoader):
                     # Not left to copy_: into strided memory it rounds a NaN to other bits.
                     cast = tensor.to(place.tensor.dtype)
                     if place.cast and self._verify:
-                        place.delivered, place.expected = digest(tensor), digest(cast)
+                        place.delivered, place.expected = self.digest.many([tensor, cast])
                     _write(place, cast)
                 self._written.add(index)
             copy_all(plain_targets, plain_values)  # a whole bucket of small tensors
@@ -627,13 +629,13 @@ class ModuleLoader(WeightLoader):
         # rest on the bookkeeping that it proves.
         memories, census = self._places.memories, self._census
         held = census is not None and not self._staged and census.holds_memory(self._module)
-        if memories is not None and held:
+        if memories is not None and held and self.digest is XXH3:
             found = digest_memories(memories)
             if len(found) == len(self._targets) and all(self._targets):  # no ties: one each
                 return found
         else:
             live = {} if self._staged else named_tensors(self._module)
-            found = digest_many([self._held(live, index, place) for index, place in flat])
+            found = self.digest.many([self._held(live, index, place) for index, place in flat])
         out: list[int | None] = [None] * len(self._targets)
         for (index, place), value in zip(flat, found, strict=True):
             if place.cast:

@@ -22,6 +22,7 @@ from rayxfer.call import Call, Offer, Row, mismatch
 from rayxfer.channel import Calls, Channel, Link, connect
 from rayxfer.client import SLICE_S, client_for, lost_process, outcome, wait_answers
 from rayxfer.config import WeightTransferConfig
+from rayxfer.digest import digest_named
 from rayxfer.errors import (
     BackendUnavailable,
     ConfigError,
@@ -352,6 +353,7 @@ class Sender:
             else:
                 channel.close()
         self._channels = kept
+        call.digest = _digest_for(sender, links)
         deadline = time.monotonic() + self._config.connect_timeout_s
         for (backend, _), group in wanted.items():
             self._channels.append(self._open(call, backend, group, deadline))
@@ -520,6 +522,7 @@ class Sender:
                     "metadata_digest": call.offer.digest,
                     "partial": call.partial,
                     "base": call.base,
+                    "digest": call.digest,
                     "update_info": info,
                 }
                 if link.has_metadata != call.offer.digest:
@@ -592,6 +595,7 @@ class Sender:
             num_bytes=call.offer.num_bytes,
             wire=call.offer.wire,
             config=self._config,
+            digest=digest_named(call.digest) if self._config.verify == "digest" else None,
             base_message={**self._base, **call.ids()},
             version=call.version,
             partial=call.partial,
@@ -765,3 +769,9 @@ class Sender:
         unchanged = tuple([name for name, old, new in same if old == new])
         self._previous.update(zip(names, call.digests, strict=True))
         return unchanged
+
+
+def _digest_for(sender: Facts, links: Sequence[Link]) -> str:
+    """Of the tensors: one that GPUs compute, where all of them are on a GPU at both ends."""
+    everywhere = [sender, *(link.facts for link in links if link.facts is not None)]
+    return "words" if all(uuid_of(facts.device) for facts in everywhere) else "xxh3"

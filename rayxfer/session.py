@@ -24,6 +24,7 @@ from rayxfer.base import WeightTransferEngine
 from rayxfer.binding import Binding, fingerprint, load_function
 from rayxfer.config import ParallelConfig, WeightTransferConfig
 from rayxfer.delivery import Delivery, Offer, Round, RoundAborted
+from rayxfer.digest import digest_named
 from rayxfer.errors import (
     ConfigError,
     ContractError,
@@ -319,6 +320,7 @@ class WorkerSession:
             }
         checkpoint_format = bool(getattr(update_info, "is_checkpoint_format", True))
         loader = self._make_loader(checkpoint_format, partial)
+        digest = loader.digest = digest_named(message.get("digest", loader.digest.name))
         preflight = loader.preflight(metadata, partial=partial, memo=self._memo)
         if preflight.problems:
             return {"problems": preflight.problems, "name": preflight.first_name}
@@ -333,7 +335,7 @@ class WorkerSession:
                 partial=partial,
                 update_info=update_info,
                 loader=loader,
-                verify=self._config.verify == "digest",
+                digest=digest if self._config.verify == "digest" else None,
                 previous=self.state,
                 checkpoint_format=checkpoint_format,
                 casts=bool(preflight.casts),
@@ -486,10 +488,11 @@ class WorkerSession:
         load.check_complete()
         loader = current.loader
         verified, digests = "off", b""
-        shared = current.verify and loader.shared and not current.prove
+        verify = current.digest is not None
+        shared = verify and loader.shared and not current.prove
         if shared:
             verified = "loaded"
-        elif current.verify:
+        elif verify:
             load.in_loader = True
             loaded = loader.loaded_digests() if loader.one_to_one else None
             verified = "delivered" if loaded is None else "loaded"
@@ -509,7 +512,7 @@ class WorkerSession:
             **(current.preflight if current.gate is not None else {}),
             "digests": digests,
             "shared": shared,
-            "shared_proof": current.verify and loader.proves_shared and not shared,
+            "shared_proof": verify and loader.proves_shared and not shared,
             "verified": verified,
             "complete": None if unproven is None else not unproven,
             "finish": not current.finished,

@@ -18,6 +18,7 @@ import torch
 from rayxfer.channel import Calls, Channel, Link
 from rayxfer.client import SLICE_S, lost_process, outcome
 from rayxfer.config import WeightTransferConfig
+from rayxfer.digest import Digest
 from rayxfer.errors import (
     ContractError,
     ControllerClosed,
@@ -151,6 +152,7 @@ class Stream:
         num_bytes: int,
         wire: dict[str, Any],
         config: WeightTransferConfig,
+        digest: Digest | None,
         base_message: dict[str, Any],
         version: int,
         partial: bool,
@@ -173,8 +175,10 @@ class Stream:
         self._offers, self._gate = offers, gate
         self._deadline = deadline
         # one channel's copies are enough to know what was read
-        digesting = config.verify == "digest"
-        self._feeds = [Feed(digesting=digesting and i == 0) for i in range(len(channels))]
+        self._feeds = [
+            Feed(digesting=digest if i == 0 else None, stays=source.stable)
+            for i in range(len(channels))
+        ]
         self._pushes = [_Push(self, c) if c.engine_cls.uses_push else None for c in channels]
         self._threads: list[threading.Thread] = []
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()

@@ -25,6 +25,7 @@ from benchmarks.gpu_stage import (
     placed,
 )
 from rayxfer import WeightTransferConfig
+from rayxfer.gpu_digest import WORDS
 from rayxfer.gpus import canonical_uuid, gpus, visible_uuids
 from rayxfer.testing import LocalController, check_engine
 from rayxfer.testing.doubles import double_device
@@ -126,6 +127,13 @@ def test_uuids_agree_with_the_drivers_under_a_mask() -> None:
             check=True,
         )
         assert visible_uuids(environ, known) == [canonical_uuid(done.stdout)]
+
+
+def test_a_gpu_digests_what_a_cpu_digests() -> None:
+    data = torch.arange((20 << 20) + 3).to(torch.uint8)
+    for tensor in (data, data[1:], data[: 20 << 20].view(4096, -1).t(), data[:6].view(torch.int16)):
+        assert WORDS.of(tensor.cuda()) == WORDS.of(tensor)
+    assert WORDS.of(data.cuda()[1:]) == WORDS.of(data[1:])
 
 
 def test_the_double_and_the_device_agree_on_what_may_be_asked() -> None:

@@ -13,8 +13,9 @@ from rayxfer import ContractError, TransferError, WeightTransferConfig
 from rayxfer.background import Snapshots
 from rayxfer.binding import Binding
 from rayxfer.copying import copy_many
-from rayxfer.digest import digest
+from rayxfer.digest import XXH3, Digest, digest
 from rayxfer.feed import Feed
+from rayxfer.gpu_digest import WORDS
 from rayxfer.loader import ModuleLoader
 from rayxfer.metadata import Columns, ParamMeta
 from rayxfer.packing import Layout
@@ -158,7 +159,7 @@ def test_a_snapshot_stands_where_it_was_copied_to() -> None:
 # ---- feeds ----------------------------------------------------------------------------------------
 
 
-def feed_of(source: MappingSource, *, digesting: bool = True) -> tuple[Feed, Layout]:
+def feed_of(source: MappingSource, *, digesting: Digest | None = XXH3) -> tuple[Feed, Layout]:
     feed, standing = Feed(digesting=digesting), standing_of(source)
     assert standing is not None
     feed.stand(standing)
@@ -185,8 +186,8 @@ def pack_all(feed: Feed, layout: Layout, buffer: torch.Tensor) -> None:
     assert next(feed, None) is None
 
 
-@pytest.mark.parametrize("digesting", [True, False])
-def test_packed_bytes_and_digests_are_those_of_iteration(digesting: bool) -> None:
+@pytest.mark.parametrize("digesting", [XXH3, WORDS, None], ids=["xxh3", "words", "off"])
+def test_packed_bytes_and_digests_are_those_of_iteration(digesting: Digest | None) -> None:
     source = MappingSource(zoo())
     feed, layout = feed_of(source, digesting=digesting)
     buffer = torch.full((layout.file_bytes,), 0xA5, dtype=torch.uint8)
@@ -195,7 +196,8 @@ def test_packed_bytes_and_digests_are_those_of_iteration(digesting: bool) -> Non
         for name, offset, size in zip(packed.names, packed.offsets, packed.sizes, strict=True):
             found = buffer[start + offset : start + offset + size].numpy().tobytes()
             assert found == raw_bytes(dict(source)[name]), name
-    expected = [digest(tensor) for _, tensor in source] if digesting else None
+    expected = None if digesting is None else digesting.many([t for _, t in source])
+    feed.finish()
     assert feed.digests == expected
     assert feed.handed == len(zoo())
     assert feed.last_name == "last"
