@@ -115,6 +115,10 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     init_info_cls: type[TInitInfo]
     update_info_cls: type[TUpdateInfo]
 
+    kept: dict[str, Any]
+    """The engine's own, for what outlives a channel at a worker: the same dict at every connect of one
+    controller."""
+
     # ---- optional class attributes: what the engine promises the rest of rayxfer ----------------
 
     copies_before_next: ClassVar[bool] = False
@@ -145,6 +149,7 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     ) -> None:
         self.config = config if config is not None else WeightTransferConfig()
         self.parallel_config = parallel_config if parallel_config is not None else ParallelConfig()
+        self.kept = {}
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> TInitInfo:
         """The typed init info of a plain dict.
@@ -226,6 +231,12 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
         """What a report should say of the way to each worker of a connected channel ("": nothing), in
         the order of transport ranks; `names`: how to call them."""
         return ["" for _ in names]
+
+    @classmethod
+    def provers(cls, channel: Any) -> list[int]:
+        """Under `load_mode="mapped"`: for each worker, in the order of transport ranks, the one (from 0)
+        that proves what it loaded for all who use the same copy. An empty list: the first for all."""
+        return []
 
     @classmethod
     def upstream(cls, channel: Any) -> list[int]:

@@ -108,10 +108,14 @@ class Channel:
         """What must be the same for the channel to be used again."""
         return self.backend, tuple((link.rank, link.incarnation) for link in self.links)
 
-    @property
-    def prover(self) -> Link | None:
-        """Who proves what several workers of this channel use as one copy."""
-        return next((link for link in self.links if link.rank != KEEPER_RANK), None)
+    def prover(self, link: Link) -> Link | None:
+        """Who proves what this worker and others use as one copy."""
+        at = self.engine_cls.provers(self.handle)
+        if not at:
+            return next((one for one in self.links if one.rank != KEEPER_RANK), None)
+        ranks = _ranks_behind(self.links)
+        rank = ranks[at[ranks.index(link.rank)]]
+        return next(one for one in self.links if one.rank == rank)
 
     def nearest(self, stuck: list[Link]) -> list[Link]:
         """Of these, those whose bytes do not come through another of them."""

@@ -52,9 +52,9 @@ class WeightTransferConfig:
         sync_timeout_s: for one whole `sync_weights`, retries included, connect excluded.
         verify: "digest" compares a 64-bit digest of every tensor end to end; "off" does not.
         load_mode: "in_place" writes into the live weights; "staged" keeps the old weights whole
-            until commit (needs room for two); "mapped" lets workers with the default loader on the sender's
-            host use one shared copy (two versions per host, however many workers); elsewhere it
-            is "staged".
+            until commit (needs room for two); "mapped" lets workers with the default loader use one copy
+            per host (`shm` on the sender's own, `gloo` on any; two versions per host, however many
+            workers); over other backends it is "staged".
         pause_mode: what happens to running requests during an update, as in vLLM: "keep" freezes
             and continues them, "wait" lets them end first, "abort" ends them at once.
         cache_policy: "reset" runs each worker's cache hook after commit, "keep" does not.

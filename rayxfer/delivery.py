@@ -12,7 +12,7 @@ import torch
 
 from rayxfer.digest import Digest
 from rayxfer.errors import ContractError, TransferError, portable_cause
-from rayxfer.loader import WeightLoader
+from rayxfer.loader import Claim, WeightLoader
 from rayxfer.metadata import (
     Columns,
     ParamMeta,
@@ -105,6 +105,7 @@ class Delivery:
 
     Attributes:
         copies_only: the loader keeps nothing; views are welcome.
+        keeps: it uses what `keep` gives it where it lies.
     """
 
     def __init__(self, current: Round) -> None:
@@ -115,6 +116,7 @@ class Delivery:
         self._delivered: list[int | torch.Tensor] = [0] * len(current.metadata)
         self._digest = None if current.loader.one_to_one else current.digest
         self.copies_only = current.loader.copies_only
+        self.keeps = current.loader.keeps
         self.num_bytes = 0
         self.in_loader = False
         self.at_gate = False
@@ -207,13 +209,13 @@ class Delivery:
         self,
         weights: Sequence[tuple[str, torch.Tensor]],
         file: Any,
-        on_live: Callable[[], None],
+        claim: Claim,
     ) -> None:
-        """As a call, with tensors that stay as they are until this worker has gone over to others: those
-        may be used where they lie. See `rayxfer.mapped`."""
+        """As a call, with tensors in a file, which stay as they are while it is claimed: those may be used
+        where they lie. See `rayxfer.mapped`."""
         loader = self._round.loader
         if loader.keeps:
-            self._load(weights, lambda items: loader.keep(items, file, on_live))
+            self._load(weights, lambda items: loader.keep(items, file, claim))
         elif loader.copies_only:
             self(weights)
         else:

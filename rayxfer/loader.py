@@ -11,7 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -123,6 +123,22 @@ class FuseRule:
         return names
 
 
+class Claim(Protocol):
+    """What a worker says to the process that writes a file, about its use of it.
+
+    Attributes:
+        own: this worker's session writes it, and nobody else proves what is in it.
+    """
+
+    own: bool
+
+    def going(self) -> None:
+        """It is about to use the file. Raises TransferError: it must not, the file may be written again."""
+
+    def live(self) -> None:
+        """It uses this file, and no other of the same writer's."""
+
+
 class WeightLoader:
     """What a session drives. One instance per round.
 
@@ -172,9 +188,7 @@ class WeightLoader:
         """Take some tensors, by their index in the metadata."""
         raise NotImplementedError
 
-    def keep(
-        self, items: list[tuple[int, torch.Tensor]], file: Any, on_live: Callable[[], None]
-    ) -> None:
+    def keep(self, items: list[tuple[int, torch.Tensor]], file: Any, claim: Claim) -> None:
         """As `load`, of tensors that may be used where they are (only where `keeps`)."""
         raise NotImplementedError
 

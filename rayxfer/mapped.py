@@ -7,19 +7,16 @@ with the next version.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from rayxfer.errors import ContractError
-from rayxfer.loader import ModuleLoader, Preflight
+from rayxfer.loader import Claim, ModuleLoader, Preflight
 from rayxfer.memfile import ForeignFile
 from rayxfer.source import named_tensors, tie_key
 
 __all__ = ["MappedLoader"]
-
-OnLive = Callable[[], None]
 
 
 class MappedLoader(ModuleLoader):
@@ -33,7 +30,7 @@ class MappedLoader(ModuleLoader):
         super().__init__(module, **rules, staged=True)
         self._memo: dict[str, Any] = {}
         self._kept: dict[int, torch.Tensor] = {}
-        self._on_live: dict[int, tuple[ForeignFile, OnLive]] = {}
+        self._claims: dict[int, tuple[ForeignFile, Claim]] = {}
         self._own: list[list[Any]] = []
         self._live: dict[str, torch.Tensor] = {}
 
@@ -76,11 +73,9 @@ class MappedLoader(ModuleLoader):
         if left is not None:
             left.hurry()  # while the sender writes
 
-    def keep(
-        self, items: list[tuple[int, torch.Tensor]], file: ForeignFile, on_live: OnLive
-    ) -> None:
-        """Take tensors that stay as they are for as long as this worker uses them: from `on_live`, called
-        once it does, until it has called another's."""
+    def keep(self, items: list[tuple[int, torch.Tensor]], file: ForeignFile, claim: Claim) -> None:
+        """Take tensors that stay as they are for as long as this worker uses them: from `claim.going` on,
+        until it has said `live` of another."""
         file.settle()
         movable = self._memo["movable"]
         rest: list[tuple[int, torch.Tensor]] = []
@@ -90,7 +85,7 @@ class MappedLoader(ModuleLoader):
             else:
                 self._kept[index] = tensor
                 self._written.add(index)
-                self._on_live[id(file)] = (file, on_live)
+                self._claims[id(file)] = (file, claim)
         if rest:
             self.load(rest)
 
@@ -113,6 +108,8 @@ class MappedLoader(ModuleLoader):
             self._targets[index] = self._staged_targets(self._own[index], self._live)
 
     def commit(self) -> None:
+        for _, claim in self._claims.values():
+            claim.going()
         self._leave_files()
         super().commit()
         movable = self._memo["movable"]
@@ -122,13 +119,13 @@ class MappedLoader(ModuleLoader):
         self._check_places()
         self._kept = {}
         before = self._memo.get("file")
-        for file, on_live in self._on_live.values():
-            on_live()
+        for file, claim in self._claims.values():
+            claim.live()
             self._memo["file"] = file
             if before is not None and before is not file:
                 before.forget_writes()
                 self._memo["left"] = before
-        self._on_live = {}
+        self._claims = {}
         for places in self._own:
             for place in places:
                 place.locate()
@@ -138,7 +135,7 @@ class MappedLoader(ModuleLoader):
     def _leave_files(self) -> None:
         """Give memory of its own to what was mapped until now and is staged this time: the file that it
         lies in is about to be left."""
-        if not self._stage or not self._on_live or self._memo.get("file") is None:
+        if not self._stage or not self._claims or self._memo.get("file") is None:
             return
         file: ForeignFile = self._memo["file"]
         groups = _tied(named_tensors(self._module))
@@ -166,13 +163,14 @@ class MappedLoader(ModuleLoader):
 
     def discard(self) -> None:
         super().discard()
-        self._kept, self._on_live = {}, {}
+        self._kept, self._claims = {}, {}
 
     # ---- proof ----------------------------------------------------------------------------------
 
     @property
     def shared(self) -> bool:
-        return bool(self._kept) and not self._stage
+        mine = any(claim.own for _, claim in self._claims.values())
+        return bool(self._kept) and not self._stage and not mine
 
     @property
     def proves_shared(self) -> bool:

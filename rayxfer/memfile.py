@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import fcntl
 import hmac
 import mmap
@@ -25,7 +26,16 @@ import torch
 
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
 
-__all__ = ["ForeignFile", "MemoryFile", "create", "file_size", "find", "map_file", "open_other"]
+__all__ = [
+    "ForeignFile",
+    "MemoryFile",
+    "create",
+    "file_size",
+    "find",
+    "map_file",
+    "open_other",
+    "populate",
+]
 
 PAGE_BYTES = 4096
 MAGIC = b"rayxfer1"
@@ -157,6 +167,15 @@ def _register(mapped: _Map, address: int) -> None:
 def _forget(start: int) -> None:
     del _files[start]
     _starts.remove(start)
+
+
+def populate(memory: torch.Tensor) -> None:
+    """Have the pages of a shared mapping that begins here, whose file has them, in this process as well:
+    else the first write to each costs a fault."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes), _MADV_POPULATE_WRITE
+        )
 
 
 def find(address: int, num_bytes: int) -> tuple[dict[str, int | str], int] | None:

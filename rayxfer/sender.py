@@ -628,15 +628,15 @@ class Sender:
         if failed:
             self._abort_workers(call, failed)
         unproven = [link for link in call.live() if stream.votes[link.rank].shared]
-        if any(not self._proves(call, self._channel_of(link), stream) for link in unproven):
+        if any(not self._proven(call, link, stream) for link in unproven):
             # whoever was to prove the shared copy failed, or does not use it: each for itself, then
             call.prove_all = True
             self._abort_workers(call, call.live())
             raise _Again
 
-    @staticmethod
-    def _proves(call: Call, channel: Channel, stream: Stream) -> bool:
-        prover = channel.prover
+    def _proven(self, call: Call, link: Link, stream: Stream) -> bool:
+        """Whether another worker has proven the copy that this one uses."""
+        prover = self._channel_of(link).prover(link)
         if prover is None or call.rows[prover.rank].error is not None:
             return False
         return stream.votes[prover.rank].shared_proof

@@ -64,6 +64,7 @@ class WorkerSession:
         self._load: Delivery | None = None
         self._offer: Offer | None = None
         self._memo: dict[str, Any] = {}
+        self._kept: dict[str, Any] = {}
         self._learned: dict[str, frozenset[str]] = {}
         self._owner: dict[str, Any] | None = None
         self._last_round = (-1, -1)
@@ -210,6 +211,7 @@ class WorkerSession:
         self._abort_stale_round()
         with self._lock:
             self._close_engine()
+            self._kept = {}
             self._owner = None
         return self.snapshot()
 
@@ -243,6 +245,7 @@ class WorkerSession:
             engine_cls = EngineEntry(**message["entry"]).load()
             engine_cls.check_available()
             engine = engine_cls(config, ParallelConfig(**message["parallel_config"]))
+            engine.kept = self._kept
             info = engine.parse_init_info(dict(message["init_info"]))
             with self._engine_lock:
                 self._engine = engine

@@ -360,7 +360,7 @@ class Stream:
                     self._count(link)
                     first.append(link)
                     # of workers that use one copy, one is enough to prove it
-                    prove = self._prove_all or link is channel.prover
+                    prove = self._prove_all or link is channel.prover(link)
                     message = {**self._base, "wait_s": SLICE_S, "prove": prove}
                     if self._offers is not None:
                         message |= {**self._offers[link.rank], "gate": self._gate}

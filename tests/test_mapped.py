@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import os
 import threading
+import time
 import tracemalloc
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from rayxfer import ConfigError, ModuleSource, PartialUpdate, TransferError, WeightTransferConfig
 from rayxfer.binding import Binding
-from rayxfer.engines.ring import RingWriter
+from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.engines.versions import Versions
 from rayxfer.memfile import ForeignFile, MemoryFile, _own_pages
 from rayxfer.testing.local import LocalController
@@ -194,9 +195,9 @@ def test_a_loader_that_is_not_ours_is_refused_before_anything_changes() -> None:
     assert _bytes(receiver) == before
 
 
-def test_elsewhere_than_on_the_senders_host_it_is_staged() -> None:
+def test_what_comes_through_the_object_store_is_staged(ray_session: None) -> None:
     model, receiver = Zoo(), Zoo(1)
-    config = WeightTransferConfig(backend="gloo", load_mode="mapped")
+    config = WeightTransferConfig(backend="object_store", load_mode="mapped")
     with LocalController([receiver], config) as controller:
         for _ in range(2):
             poison(receiver)
@@ -292,25 +293,134 @@ def test_a_byte_that_changes_in_the_file_is_found(monkeypatch: pytest.MonkeyPatc
         assert (_bytes(one), _bytes(two)) == before
 
 
+def _inode(file: MemoryFile) -> int:
+    return int(file.about["inode"])
+
+
 def test_versions_are_reused_only_when_nobody_uses_them() -> None:
     versions = Versions()
     me = local_facts()
     versions.prepare(4096)
     first = versions.pick(4096)
-    versions.learn([me], [first.about["inode"]])  # type: ignore[list-item]
+    versions.learn([me], [(_inode(first), _inode(first))])
     second = versions.pick(4096)
     assert second is not first
     assert versions.pick(4096) is second, "nobody said that it went over to it"
-    versions.learn([me], [second.about["inode"]])  # type: ignore[list-item]
+    versions.learn([me], [(_inode(second), _inode(second))])
     assert versions.pick(4096) is first
     stopped = dataclasses.replace(me, address="elsewhere")
-    versions.learn([stopped], [first.about["inode"]])  # type: ignore[list-item]
+    versions.learn([stopped], [(_inode(first), _inode(first))])
     third = versions.pick(4096)
     assert third not in (first, second)
     gone = dataclasses.replace(me, pid=1 << 22, address="gone")
-    versions.learn([gone], [third.about["inode"]])  # type: ignore[list-item]
+    versions.learn([gone], [(_inode(third), _inode(third))])
     assert versions.pick(4096) is third, "whoever is gone uses nothing"
     assert versions.pick(8192).num_bytes == 8192
+
+
+def test_what_was_said_before_a_channel_was_opened_anew_stands() -> None:
+    versions = Versions()
+    me, other = local_facts(), dataclasses.replace(local_facts(), address="elsewhere")
+    versions.prepare(4096)
+    first = versions.pick(4096)
+    said = (_inode(first), _inode(first))
+    versions.learn([me, other], [said, said])
+    versions.learn([me, other], [(0, 0), (0, 0)])  # a new channel
+    second = versions.pick(4096)
+    assert second is not first
+    # one is about to go over: both files are in use, or about to be
+    versions.learn([me, other], [(0, _inode(second)), (0, 0)])
+    assert versions.pick(4096) not in (first, second)
+    versions.learn([me, other], [(_inode(second), _inode(second)), (0, 0)])
+    assert versions.pick(4096) not in (first, second)
+
+
+def test_two_workers_of_one_process_use_what_either_does() -> None:
+    versions = Versions()
+    me = local_facts()
+    versions.prepare(4096)
+    first, second = versions.pick(4096), versions.pick(4096)
+    versions.learn([me, me], [(_inode(first),) * 2, (_inode(second),) * 2])
+    assert versions.pick(4096) not in (first, second)
+
+
+def test_nobody_goes_over_to_a_file_of_a_closed_channel() -> None:
+    """Its sender has looked for the last time who uses what."""
+    ring = RingWriter(slot_bytes=4096, slots=2, readers=2, nonce="00" * 16)
+    about = ring.describe()
+    readers = [RingReader(reader=i, **about) for i in range(2)]  # type: ignore[arg-type]
+    readers[0].going(7)
+    ring.close()
+    with pytest.raises(TransferError, match="closed this channel"):
+        readers[1].going(9)
+    readers[0].hold(7)
+    assert ring.held()[0] == (7, 7)
+    ring.release()
+
+
+def _dirty(controller: LocalController) -> None:
+    """As after a failure: the next sync opens its channels anew."""
+    for channel in controller._sender._channels:
+        channel.dirty = True
+
+
+def test_a_channel_that_is_opened_anew_does_not_write_over_what_is_served() -> None:
+    model = Zoo()
+    with ProcessWorker(Zoo, 1) as one, ProcessWorker(Zoo, 2) as two:
+        workers = [one, two]
+        with LocalController(workers, MAPPED) as controller:
+            for step in range(8):
+                if step % 3 == 2:
+                    _dirty(controller)
+                before = {worker.run(_where, "large") for worker in workers}
+                _change(model, 1)
+                controller.sync_weights(model)
+                after = {worker.run(_where, "large") for worker in workers}
+                assert len(before) == len(after) == 1 or not step
+                assert before != after, f"round {step} wrote over the version that was served"
+
+
+def test_a_worker_that_commits_late_refuses_what_it_was_to_go_over_to() -> None:
+    """It sat in its commit while the channel was given up and opened anew: what it holds may be written."""
+    model = Zoo()
+    late, quick = Zoo(1), Zoo(2)
+    wait, go_on = threading.Event(), threading.Event()
+
+    def pause(_: str) -> None:
+        if wait.is_set():
+            assert go_on.wait(60)
+
+    config = WeightTransferConfig(
+        backend="shm",
+        load_mode="mapped",
+        stall_timeout_s=1.0,
+        sync_timeout_s=4.0,
+        connect_timeout_s=3.0,
+    )
+    with LocalController([Binding(late, pause=pause), Binding(quick)], config) as controller:
+        for _ in range(2):
+            _change(model, 1)
+            controller.sync_weights(model)
+        old, where = _bytes(late), _where(late, "large")
+        wait.set()
+        _change(model, 1)
+        with pytest.raises(PartialUpdate):
+            controller.sync_weights(model)
+        for _ in range(2):
+            _change(model, 1)
+            with pytest.raises(PartialUpdate):
+                controller.sync_weights(model)
+            assert _bytes(quick) == _bytes(model)
+            assert (_bytes(late), _where(late, "large")) == (old, where)
+        wait.clear()
+        go_on.set()
+        deadline = time.monotonic() + 30
+        while controller.sessions[0].state != "TORN" and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert (_bytes(late), _where(late, "large")) == (old, where)
+        _change(model, 1)
+        controller.sync_weights(model)
+        assert _bytes(late) == _bytes(quick) == _bytes(model)
 
 
 def test_the_host_holds_two_versions_however_many_workers() -> None:

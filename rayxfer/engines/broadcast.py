@@ -80,6 +80,7 @@ class Member:
         gave_up: set when the connect was aborted.
         init_info: what a worker was told; None at the sender.
         plan: what the sender knows; None at a worker.
+        kept: what outlives the group at a worker.
     """
 
     store: RendezvousStore
@@ -91,6 +92,7 @@ class Member:
     gave_up: threading.Event
     init_info: BroadcastInitInfo | None = None
     plan: SessionPlan | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -198,6 +200,7 @@ class BroadcastEngine(WeightTransferEngine[BroadcastInitInfo, TensorsUpdateInfo]
                 init_info.timeout_s,
                 self._gave_up,
                 init_info=init_info,
+                kept=self.kept,
             )
         )
         self._staging = Staging(self._group.device, self.buffers)

@@ -103,6 +103,10 @@ class Layouts:
         self._wire: dict[str, Any] = {}
         self._layout = Layout((), *self._sizes)
 
+    def file_bytes(self, metadata: Sequence[ParamMeta]) -> int:
+        """How long a file is that holds all of these."""
+        return Layout(metadata, *self._sizes).file_bytes
+
     def get(self, update_info: Any) -> Layout:
         """For a built-in engine's update info (a dict, or the typed dataclass).
 

@@ -20,7 +20,7 @@ from rayxfer.errors import ContractError
 from rayxfer.memfile import ForeignFile
 from rayxfer.packing import Bucket, Layout
 
-__all__ = ["FrameReader", "receive_frames"]
+__all__ = ["FrameReader", "views_in"]
 
 _PART_BYTES = 4 << 20
 """A large tensor is copied in parts, so that an abort gets through and progress is seen."""
@@ -31,11 +31,6 @@ the bucket, which costs less than asking it for every single place."""
 
 _KEPT_FILES = 2
 _HOST = torch.device("cpu")
-
-
-def receive_frames(ring: RingReader, layout: Layout, load_weights: LoadWeights) -> None:
-    """Read one round of bytes from a ring that carries nothing else, and hand it over."""
-    FrameReader(ring).receive(layout, load_weights)
 
 
 class FrameReader:
@@ -124,11 +119,11 @@ class FrameReader:
         key = (bucket.index, frame)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = [_views(layout, one, file, iter(p)) for one, p in told]
+            views = self._views[key] = [views_in(layout, one, file, iter(p)) for one, p in told]
         if keep is not None:
-            hold = self._ring.hold
+            claim = RingClaim(self._ring, numbers[2])
             for some in views:
-                keep(some, file, lambda: hold(numbers[2]))
+                keep(some, file, claim)
         else:
             self._take([_items(some) for some in views], load, threads)
         return frame[:KEY_BYTES]
@@ -147,7 +142,7 @@ class FrameReader:
                 raise ContractError(f"shm: {name!r} is said to lie past its file's end")
         if land(packed, file.address, offsets, load):
             return
-        views = _views(layout, bucket, file, iter(places))
+        views = views_in(layout, bucket, file, iter(places))
         if not getattr(load, "copies_only", False):
             views = [(name, view.clone()) for name, view in views]
         load(views)
@@ -253,6 +248,21 @@ class FrameReader:
         deliver_alone(layout, bucket, target, load_weights, landed=place is not None)
 
 
+@dataclass(frozen=True)
+class RingClaim:
+    """Tells the ring's writer which file its reader uses."""
+
+    ring: RingReader
+    inode: int
+    own: bool = False
+
+    def going(self) -> None:
+        self.ring.going(self.inode)
+
+    def live(self) -> None:
+        self.ring.hold(self.inode)
+
+
 @dataclass(frozen=True, slots=True)
 class _Item:
     """A tensor in the sender's file, at an address here."""
@@ -271,7 +281,7 @@ def _items(views: list[tuple[str, torch.Tensor]]) -> list[_Item]:
     ]
 
 
-def _views(
+def views_in(
     layout: Layout, bucket: Bucket, file: ForeignFile, offsets: Iterator[int]
 ) -> list[tuple[str, torch.Tensor]]:
     """The bucket's tensors, where they lie in the file."""

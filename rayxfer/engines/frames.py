@@ -37,8 +37,10 @@ __all__ = [
     "KEY_BYTES",
     "THERE",
     "VERSION",
+    "Told",
     "send_frames",
     "send_version",
+    "version_frames",
 ]
 
 BYTES, THERE, VERSION = range(3)
@@ -78,7 +80,7 @@ def send_frames(
     """
     busy = getattr(iterator, "digests", None) is not None
     threads = threads_per_reader(ring.num_readers, busy=busy)
-    told = _Told(ring, THERE, _TOGETHER_BYTES, threads)
+    told = Told(ring, THERE, _TOGETHER_BYTES, threads)
     for bucket in layout.plan.buckets:
         ahead = _Ahead(iterator)
         may_be_placed = stable and told.misses < _MISSES and bucket.num_bytes
@@ -103,7 +105,7 @@ def threads_per_reader(readers: int, *, busy: bool) -> int:
     return max(1, min(_MOST_THREADS, cores // max(1, readers)))
 
 
-class _Told:
+class Told:
     """Offsets that were not told yet: of buckets in a row, in one file."""
 
     def __init__(self, ring: RingWriter, kind: int, most_bytes: int, threads: int = 1) -> None:
@@ -127,6 +129,11 @@ class _Told:
         if self._about is not None:
             _tell(self._ring, _frame(self._about, self._offsets, self._threads), self._kind)
         self._about, self._offsets, self._num_bytes = None, array("Q"), 0
+
+
+def version_frames(ring: RingWriter) -> Told:
+    """Tells where the tensors of a version are."""
+    return Told(ring, VERSION, _VERSION_BYTES)
 
 
 def _tell(ring: RingWriter, frame: torch.Tensor, kind: int) -> None:
@@ -172,7 +179,7 @@ class _Ahead:
         return self._pack if not self._seen else None
 
 
-def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: _Told) -> bool:
+def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: Told) -> bool:
     """Whether the readers are to copy this bucket's tensors from where they lie: all in one memory file."""
     packed = layout.packed[bucket.index]
     places = ahead.places(packed)
@@ -255,7 +262,7 @@ def send_version(
     Raises:
         TransferError: the ring was aborted.
     """
-    told = _Told(ring, VERSION, _VERSION_BYTES)
+    told = version_frames(ring)
     for bucket, base in zip(layout.plan.buckets, layout.starts, strict=True):
         if bucket.num_bytes:
             fill(layout, bucket, iterator, file.bytes[base : base + bucket.num_bytes])

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -31,12 +31,14 @@ from rayxfer.base import LoadWeights, SessionPlan
 from rayxfer.engines.broadcast import BroadcastEngine, BroadcastInitInfo, Member
 from rayxfer.engines.closing import close_later
 from rayxfer.engines.collective import IN_FLIGHT, Group, Layouts, Staging
+from rayxfer.engines.host_copy import HostCopy, receive_version
 from rayxfer.engines.line import PARTS_IN_FLIGHT, SLOTS, Line, receive_line, send_line
 from rayxfer.engines.rendezvous import RendezvousStore
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.engines.routes import Route, plan_routes
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
 from rayxfer.packing import ALIGNMENT_BYTES, Layout, align
+from rayxfer.topology import Facts
 
 __all__ = ["GlooEngine", "GlooInitInfo"]
 
@@ -122,10 +124,14 @@ class GlooInitInfo(BroadcastInitInfo):
     Attributes:
         route: `Route`, as a dict.
         part_bytes: what is longer travels in parts of this size; also the slot of a ring.
+        version_bytes: of the weights that the workers of a host are to use as one copy; 0: none.
+        followers: facts about those of `route`, where there is such a copy.
     """
 
     route: dict[str, Any] | None = None
     part_bytes: int = _LONGEST_PART_BYTES
+    version_bytes: int = 0
+    followers: list[dict[str, Any]] = field(default_factory=list)
 
     def place(self) -> Route:
         """Raises ConfigError: `route` is none."""
@@ -167,13 +173,19 @@ class GlooEngine(BroadcastEngine):
     def _places(cls, plan: SessionPlan) -> list[dict[str, Any]]:
         _, routes = plan_routes(plan.sender, plan.workers)
         part_bytes = _part_bytes(cls._unit_bytes(plan.bucket_size_bytes), routes)
-        return [
+        places: list[dict[str, Any]] = [
             {
                 "route": {"next": r.next, "leader": r.leader, "followers": list(r.followers)},
                 "part_bytes": part_bytes,
             }
             for r in routes
         ]
+        if plan.config.load_mode == "mapped":
+            version_bytes = cls._layouts_for(plan.bucket_size_bytes).file_bytes(plan.metadata)
+            for route, place in zip(routes, places, strict=True):
+                place["version_bytes"] = version_bytes
+                place["followers"] = [plan.workers[r - 1].to_wire() for r in route.followers]
+        return places
 
     @classmethod
     def _make_group(cls, member: Member) -> Line:
@@ -208,6 +220,12 @@ class GlooEngine(BroadcastEngine):
         return out
 
     @classmethod
+    def provers(cls, channel: Any) -> list[int]:
+        plan: SessionPlan = channel.plan
+        _, routes = plan_routes(plan.sender, plan.workers)
+        return [(route.leader or rank) - 1 for rank, route in enumerate(routes, 1)]
+
+    @classmethod
     def upstream(cls, channel: Any) -> list[int]:
         plan: SessionPlan = channel.plan
         _, routes = plan_routes(plan.sender, plan.workers)
@@ -220,7 +238,10 @@ class GlooEngine(BroadcastEngine):
     # ---- one round ------------------------------------------------------------------------------
 
     def _receive(self, group: Line, staging: Staging, layout: Layout, load: LoadWeights) -> None:
-        receive_line(group, staging, layout, load)
+        if group.copy is not None and getattr(load, "keeps", False) and layout.file_bytes:
+            receive_version(group, group.copy, layout, load)
+        else:
+            receive_line(group, staging, layout, load)
 
     @classmethod
     def _send(
@@ -251,18 +272,23 @@ def _neighbours(member: Member, into: int, end: int) -> GlooGroup:
 
 def _join(line: Line, member: Member, info: GlooInitInfo) -> None:
     """A worker takes its place."""
+    kept = member.kept
     place, store, rank = info.place(), member.store, member.rank
     following = place.next
     if place.leader:
         why = _follow(line, store, place.leader, rank)
         store.set(f"opened/{rank}", why)
         if not why:
+            kept.pop("versions", None)  # of a time when it was not led
             return
         behind = _ranks(store.get(f"behind/{place.leader}"))
         following = next(iter(behind[behind.index(rank) + 1 :]), following)
     elif place.followers:
         behind = _lead(line, store, place.followers, rank, info)
         following = next(iter(behind), following)
+    if info.version_bytes:
+        followers = [Facts.from_wire(one) for one in info.followers]
+        line.copy = HostCopy(kept, info.version_bytes, followers if line.ring is not None else ())
     # Neighbours join by twos, not one after the other along the whole line.
     steps = ("before", "after") if rank % 2 else ("after", "before")
     for step in steps:
@@ -282,7 +308,7 @@ def _follow(line: Line, store: RendezvousStore, leader: int, rank: int) -> str:
     if "why" in about:
         return str(about["why"])[:_LONGEST_REASON]
     try:
-        line.reader = RingReader(reader=about["readers"].index(rank), **about["ring"])
+        line.follow(RingReader(reader=about["readers"].index(rank), **about["ring"]))
     except BackendUnavailable as error:
         return error.message[:_LONGEST_REASON]
     return ""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,12 +32,15 @@ from rayxfer.engines.collective import (
     landing_of,
     next_tensor,
 )
-from rayxfer.engines.frame_reader import receive_frames
+from rayxfer.engines.frame_reader import FrameReader
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.errors import TransferError
 from rayxfer.packing import Bucket, Layout, as_bytes, plain
 
-__all__ = ["PARTS_IN_FLIGHT", "SLOTS", "Line", "receive_line", "send_line"]
+if TYPE_CHECKING:
+    from rayxfer.engines.host_copy import HostCopy
+
+__all__ = ["PARTS_IN_FLIGHT", "SLOTS", "Line", "Receiver", "cuts", "receive_line", "send_line"]
 
 PARTS_IN_FLIGHT = 8
 SLOTS = 4
@@ -53,7 +56,8 @@ class Line(Group):
         ring: what its followers read.
         slots: the whole of that memory file, mapped once more: the last to let go of a buffer may be a
             thread of gloo's, without an interpreter, so none may belong to Python's mmap.
-        reader: in place of all these, the ring that it reads itself.
+        reader: in place of all these, the ring that it reads itself; `frames`: what reads it.
+        copy: what makes its host's one copy of the weights, if there is to be one.
     """
 
     def __init__(self, part_bytes: int) -> None:
@@ -64,6 +68,8 @@ class Line(Group):
         self.ring: RingWriter | None = None
         self.slots: torch.Tensor | None = None
         self.reader: RingReader | None = None
+        self.frames: FrameReader | None = None
+        self.copy: HostCopy | None = None
         self._aborted = False
 
     def lead(self, ring: RingWriter) -> None:
@@ -77,11 +83,17 @@ class Line(Group):
             dtype=torch.uint8,
         )
 
+    def follow(self, reader: RingReader) -> None:
+        """Read this ring from now on."""
+        self.reader, self.frames = reader, FrameReader(reader)
+
     def unlead(self) -> None:
         """There is nobody to read the ring."""
         ring, self.ring, self.slots = self.ring, None, None
         if ring is not None:
             ring.close()
+            if self.copy is not None:
+                self.copy.learn(ring)
             ring.release()
 
     def start(self, buffer: torch.Tensor) -> Any:
@@ -109,11 +121,14 @@ class Line(Group):
                 group.close()
         if self.reader is not None:
             self.reader.abort()
+        if self.frames is not None:
+            self.frames.close()
         self.unlead()
-        self.before = self.after = self.reader = None
+        self.before = self.after = self.reader = self.frames = self.copy = None
 
 
-def _cuts(num_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
+def cuts(num_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
+    """The parts in which so many bytes travel."""
     for start in range(0, num_bytes, part_bytes):
         yield start, min(start + part_bytes, num_bytes)
 
@@ -172,7 +187,7 @@ def send_line(
                 (take or copy_bytes)(buffer.data_ptr(), flat.data_ptr(), piece.num_bytes)
                 start_staged(buffer)
             else:
-                for start, end in _cuts(flat.numel(), line.part_bytes):
+                for start, end in cuts(flat.numel(), line.part_bytes):
                     while len(pending) >= PARTS_IN_FLIGHT:
                         wait_one()
                     pending.append((line.start(flat[start:end]), -1))
@@ -196,15 +211,15 @@ def receive_line(
         TransferError: a peer was lost, or the line was aborted. What was handed over until then stays
             with the loader.
     """
-    if line.reader is not None:
-        receive_frames(line.reader, layout, load_weights)
+    if line.frames is not None:
+        line.frames.receive(layout, load_weights)
     elif line.ring is not None:
         _Leader(line, layout, load_weights).run()
     else:
         _Member(line, staging, layout, load_weights).run()
 
 
-class _Receiver:
+class Receiver:
     """What those in the line have in common."""
 
     def __init__(self, line: Line, load_weights: LoadWeights) -> None:
@@ -236,7 +251,7 @@ class _Arriving:
     left: int = 0
 
 
-class _Member(_Receiver):
+class _Member(Receiver):
     """Receives into places and staging buffers, several parts at a time, of which two may be buckets
     that take memory of their own."""
 
@@ -275,7 +290,7 @@ class _Member(_Receiver):
                 deliver_alone(self._layout, bucket, None, self._load, landed=False)
                 continue
             one = self._room_for(bucket)
-            for start, end in _cuts(bucket.num_bytes, self._part_bytes):
+            for start, end in cuts(bucket.num_bytes, self._part_bytes):
                 while len(self._pending) >= PARTS_IN_FLIGHT:
                     self._take_one()
                 assert one.buffer is not None
@@ -333,7 +348,7 @@ class _Member(_Receiver):
         deliver_alone(self._layout, one.bucket, buffer, self._load, landed=one.landed)
 
 
-class _Leader(_Receiver):
+class _Leader(Receiver):
     """Receives into the slots of its ring, and reads them as its followers do."""
 
     def __init__(self, line: Line, layout: Layout, load_weights: LoadWeights) -> None:
@@ -355,7 +370,7 @@ class _Leader(_Receiver):
                     self._take_one()
                 deliver_alone(self._layout, bucket, None, self._load, landed=False)
                 continue
-            for start, end in _cuts(bucket.num_bytes, self._part_bytes):
+            for start, end in cuts(bucket.num_bytes, self._part_bytes):
                 if len(self._posted) == SLOTS - 1:
                     self._take_one()
                 self._post(bucket, start, end)

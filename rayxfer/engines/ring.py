@@ -29,8 +29,10 @@ _HEAD = 2 * _LINE  # after magic + nonce, and the geometry
 _SLICE_S = 0.05
 _SPINS = 20
 _DESCRIPTION = ("pid", "fd", "inode", "file_bytes", "nonce")
-_WORD, _READY = 8, 16
-"""Where in a reader's line the words are that it holds, and that say for what it is ready."""
+_CLOSED = 56  # in the header
+_HOLDS, _READY, _GOING = 8, 16, 24
+"""Where in a reader's line the words are that say what it holds, for what it is ready, what it is about to
+hold."""
 _LEFT = (1 << 64) - 1
 """A reader that has left is done with every frame there will ever be."""
 
@@ -189,9 +191,11 @@ class RingWriter:
         """Return when every reader is done with every frame."""
         self._await_readers(0, lambda seen: seen >= self._head)
 
-    def held(self) -> list[int]:
-        """The last word that each reader said with `hold`; 0: none yet."""
-        return [self._memory.read(_tail(reader) + _WORD) for reader in range(self._readers)]
+    def held(self) -> list[tuple[int, int]]:
+        """What each reader said last that it holds, and that it was about to; 0: nothing yet. Once this is
+        closed, nobody can say anything else."""
+        tails = [_tail(reader) for reader in range(self._readers)]
+        return [(self._memory.read(at + _HOLDS), self._memory.read(at + _GOING)) for at in tails]
 
     @property
     def turn(self) -> int:
@@ -217,6 +221,8 @@ class RingWriter:
     def close(self) -> None:
         """Give up the descriptor; the memory goes with its last user. Safe to call twice."""
         self.abort()
+        if self._mapped is not None:
+            self._mapped.write(_CLOSED, 1)
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -285,9 +291,24 @@ class RingReader:
         """What the next frame is, once `slot` has returned it."""
         return self._memory.read(_kind(self._readers, self._tail % self._slots))
 
+    def going(self, word: int) -> None:
+        """This reader is about to hold what the word stands for. Either the writer knows that from now on,
+        however late it looks, or it has closed the ring before.
+
+        Raises:
+            TransferError: it has.
+        """
+        self._memory.write(_tail(self._reader) + _GOING, word)
+        if self._memory.read(_CLOSED):
+            raise TransferError(
+                "the sender has closed this channel meanwhile, and may write over what this worker was to "
+                "go over to",
+                phase="commit",
+            )
+
     def hold(self, word: int) -> None:
-        """A word of this reader's own, for the writer (see `RingWriter.held`)."""
-        self._memory.write(_tail(self._reader) + _WORD, word)
+        """It holds that, and nothing else of the writer's."""
+        self._memory.write(_tail(self._reader) + _HOLDS, word)
 
     def ready(self, token: int) -> None:
         """This reader is ready for what the writer gates with this token."""

@@ -152,6 +152,8 @@ class ShmEngine(WeightTransferEngine[ShmInitInfo, TensorsUpdateInfo]):
     @classmethod
     def trainer_close(cls, channel: _Channel) -> None:
         channel.ring.close()
+        if channel.versions is not None:
+            channel.versions.learn(channel.workers, channel.ring.held())
         channel.ring.release()
         channel.layouts.clear()
 

@@ -1,0 +1,235 @@
+"""`load_mode="mapped"` over gloo: the workers of each host use one copy of the weights, for real.
+
+All are processes of this machine; where there are to be several hosts, the sender is made to believe it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rayxfer import PartialUpdate, WeightTransferConfig, WeightTransferEngineFactory
+from rayxfer.testing import Fault, LocalController, ProcessWorker, faulty, poison
+from tests.conformance.test_line import (
+    COUNT,
+    LAYOUTS,
+    Net,
+    as_hosts,
+    expect,
+    poisoned,
+    pool,
+    settings,
+    state,
+    workers,
+)
+
+__all__ = ["pool", "workers"]  # fixtures
+
+FLAT = "large.0"
+
+
+def mapped(backend: str = "gloo", **more: Any) -> WeightTransferConfig:
+    return settings(backend, load_mode="mapped", **more)
+
+
+def file_of(model: torch.nn.Module) -> str:
+    """The mapping in which a parameter lies: its permissions and the file's inode and name."""
+    address = model.get_parameter(FLAT).data_ptr()
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            fields = line.split()
+            first, last = (int(part, 16) for part in fields[0].split("-"))
+            if first <= address < last:
+                return " ".join([fields[1], *fields[4:]])
+    return "nowhere"
+
+
+def files_of(fleet: list[ProcessWorker]) -> list[str]:
+    return [worker.run(file_of) for worker in fleet]
+
+
+@pytest.fixture
+def fresh() -> Iterator[list[ProcessWorker]]:
+    """Workers that no other test has had."""
+    made = [ProcessWorker(poisoned) for _ in range(COUNT)]
+    yield made
+    for worker in made:
+        worker.close()
+
+
+@pytest.mark.parametrize("verify", ["digest", "off"])
+@pytest.mark.parametrize("bucket_size_bytes", [1, 40_000, 1 << 20])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_host_has_one_copy_and_two_versions_take_turns(
+    workers: list[ProcessWorker],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    bucket_size_bytes: int,
+    verify: str,
+) -> None:
+    hosts = LAYOUTS[layout]
+    as_hosts(monkeypatch, hosts)
+    config = mapped(bucket_size_bytes=bucket_size_bytes, verify=verify)
+    with LocalController(workers, config) as controller:
+        rounds: list[list[str]] = []
+        for seed in (1, 2, 3, 4):
+            for worker in workers:
+                worker.run(poison)  # into what is served now: private to that worker
+            report = controller.sync_weights(Net(seed))
+            proof = "loaded" if verify == "digest" else "off"
+            assert [row.verified for row in report.workers] == [proof] * COUNT
+            assert report.attempts == 1
+            expect(Net(seed), workers)
+            rounds.append(files_of(workers))
+        for found in rounds:
+            for host in hosts:
+                assert len({found[rank - 1] for rank in host}) == 1
+            assert len(set(found)) == len(hosts)
+            assert all("rayxfer-version" in one and one.startswith("rw-p") for one in found)
+        assert rounds[0] == rounds[2] != rounds[1] == rounds[3]
+    expect(Net(4), workers)
+
+
+def test_a_channel_that_is_opened_anew_does_not_write_over_what_is_served(
+    fresh: list[ProcessWorker],
+) -> None:
+    with LocalController(fresh, mapped()) as controller:
+        for step in range(8):
+            if step % 3 == 2:
+                for channel in controller._sender._channels:
+                    channel.dirty = True
+            before = set(files_of(fresh))
+            controller.sync_weights(Net(step))
+            expect(Net(step), fresh)
+            after = set(files_of(fresh))
+            assert len(after) == 1
+            assert not before & after, f"round {step} wrote over the version that was served"
+
+
+def test_a_round_that_fails_leaves_what_is_served_alone(fresh: list[ProcessWorker]) -> None:
+    name = faulty("gloo", Fault("worker", "raise", at=3, once=False))
+    try:
+        with LocalController(fresh, mapped()) as controller:
+            controller.sync_weights(Net(1))
+            controller.sync_weights(Net(2))
+            files = files_of(fresh)
+        with LocalController(fresh, mapped(name)) as controller:
+            for _ in range(3):
+                with pytest.raises(Exception, match="injected fault"):
+                    controller.sync_weights(Net(9))
+                expect(Net(2), fresh)
+                assert files_of(fresh) == files
+                assert {str(w.state) for w in controller.status().workers} == {"READY"}
+    finally:
+        del WeightTransferEngineFactory._direct[name]
+
+
+def test_who_cannot_open_the_file_has_a_copy_of_its_own() -> None:
+    """And proves it itself."""
+    with (
+        ProcessWorker(poisoned) as one,
+        ProcessWorker(poisoned, True) as two,
+        ProcessWorker(poisoned) as three,
+    ):
+        fleet = [one, two, three]
+        with LocalController(fleet, mapped()) as controller:
+            for seed in (1, 2, 3):
+                report = controller.sync_weights(Net(seed))
+                assert report.attempts == 1
+                assert [row.verified for row in report.workers] == ["loaded"] * 3
+                expect(Net(seed), fleet)
+                first, second, third = files_of(fleet)
+                assert first == third != second
+                assert "rayxfer-version" in second
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_bit_that_flips_at_one_worker(fresh: list[ProcessWorker], rank: int) -> None:
+    """In the leader's view it is found, and every other proves for itself. A follower's view is its own
+    affair: it is the file that was proven."""
+    name = faulty("gloo", Fault("worker", "flip", at=0, rank=rank))
+    try:
+        with LocalController(fresh, mapped(name)) as controller:
+            if rank:
+                controller.sync_weights(Net(1))
+                expect(Net(1), [w for i, w in enumerate(fresh) if i != rank])
+                return
+            with pytest.raises(PartialUpdate, match="digest mismatch"):
+                controller.sync_weights(Net(1))
+            expect(Net(1), fresh[1:])
+    finally:
+        del WeightTransferEngineFactory._direct[name]
+
+
+@pytest.mark.parametrize("action", ["kill", "stop"])
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [("one host", 0), ("one host", 2), ("two hosts", 1), ("two hosts", 3), ("alone", 2)],
+    ids=["leader", "follower", "second leader", "its follower", "in line"],
+)
+def test_a_worker_lost_in_the_middle(
+    fresh: list[ProcessWorker],
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    rank: int,
+    action: Any,
+) -> None:
+    """The others commit in the same call, each host its one copy; nothing that is served is written to."""
+    as_hosts(monkeypatch, LAYOUTS[layout])
+    name = faulty("gloo", Fault("worker", action, at=0, rank=rank))
+    lost = fresh[rank]
+    others = [worker for worker in fresh if worker is not lost]
+    try:
+        with LocalController(fresh, mapped()) as controller:
+            for seed in (3, 4):
+                controller.sync_weights(Net(seed))
+        served = files_of(fresh)
+        with LocalController(fresh, mapped(name, stall_timeout_s=1.5)) as controller:
+            with pytest.raises(PartialUpdate) as caught:
+                controller.sync_weights(Net(6))
+            states = [row.state for row in caught.value.report.workers]
+            assert states == ["LOST" if i == rank else "READY" for i in range(COUNT)]
+            expect(Net(6), others)
+            assert not set(files_of(others)) & set(served)
+            for seed in (7, 8):
+                with pytest.raises(PartialUpdate):
+                    controller.sync_weights(Net(seed))
+                expect(Net(seed), others)
+            if action == "stop":
+                os.kill(lost.pid, signal.SIGCONT)
+                assert lost.run(state).keys() == Net().state_dict().keys()
+                assert lost.run(file_of) == served[rank]
+                expect(Net(4), [lost])
+                expect(Net(8), others)
+    finally:
+        del WeightTransferEngineFactory._direct[name]
+        if action == "stop":
+            os.kill(lost.pid, signal.SIGKILL)
+
+
+def test_descriptors_and_memory_files_do_not_grow(fresh: list[ProcessWorker]) -> None:
+    with LocalController(fresh, mapped()) as controller:
+        counts = []
+        for step in range(12):
+            if step % 4 == 3:
+                for channel in controller._sender._channels:
+                    channel.dirty = True
+            controller.sync_weights(Net(step))
+            counts.append([worker.run(versions_mapped) for worker in fresh])
+        assert max(counts[-1]) <= max(counts[3]) + 1, counts
+
+
+def versions_mapped(_: Any) -> int:
+    """Descriptors of memory files that this process has open."""
+    found = 0
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            found += "rayxfer-version" in os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue
+    return found
