@@ -88,7 +88,7 @@ def _share(shapes: Shapes, seconds: float, rate_gbit: float) -> float:
 def _measure_one(
     ask: Callable[..., Any], network: Network, args: argparse.Namespace, way: str, per_host: int
 ) -> dict[str, Any]:
-    ask("open", way, per_host, args.verify)
+    ask("open", way, per_host, args.verify, args.load_mode)
     ask("sync")  # opens channels, touches pages
     ask("poison")
     before, sent = network.received_bytes(), network.sent_bytes()
@@ -122,6 +122,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     add("--repeats", type=int, default=3)
     add("--mtu", type=int, default=1500)
     add("--verify", choices=("off", "digest"), default="digest")
+    add("--load-mode", choices=("in_place", "staged", "mapped"), default="in_place")
     add("--no-peer", dest="peer", action="store_false", help=f"without {PER_TENSOR!r}")
     add(
         "--ray",
@@ -145,7 +146,7 @@ def main(argv: Sequence[str]) -> int:
     rows = measure(args, shapes)
     print(
         f"\n{num_bytes(shapes):,} bytes as {args.tensors} bf16 tensors from one host to "
-        f"{args.hosts - 1}; {where}; MTU {args.mtu}, verify {args.verify}; median of "
+        f"{args.hosts - 1}; {where}; MTU {args.mtu}, verify {args.verify}, {args.load_mode}; median of "
         f"{args.repeats}; load {load[0]:.1f} to {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores\n"
     )
     head = [

@@ -122,7 +122,7 @@ class _Trainer:
         self._controller: Controller | LocalController | None = None
         self._chosen: list[Any] = []
 
-    def open(self, way: str, per_host: int, verify: str) -> None:
+    def open(self, way: str, per_host: int, verify: str, load_mode: str) -> None:
         count = 1 if way == PER_TENSOR else per_host
         self._chosen = [worker for group in self._workers for worker in group[:count]]
         if way == PER_TENSOR:
@@ -132,7 +132,7 @@ class _Trainer:
             for one in joined:
                 one.result(timeout=120)
             return
-        config = WeightTransferConfig(backend=way, verify=verify)  # type: ignore[arg-type]
+        config = WeightTransferConfig(backend=way, verify=verify, load_mode=load_mode)  # type: ignore[arg-type]
         self._controller = (
             Controller([worker.handle for worker in self._chosen], config)
             if self._with_ray
