@@ -227,6 +227,7 @@ def markdown(out: Out) -> str:
         ("workers", "By workers", lambda out: sweep(out, "workers")),
         ("sizes", "By model size", lambda out: sweep(out, "sizes")),
         ("tensors", "By number of tensors", lambda out: sweep(out, "tensors")),
+        ("many", "Many tensors at full size", lambda out: sweep(out, "many")),
         ("models", "By model", lambda out: sweep(out, "models")),
         ("memory", "Memory", memory),
     )

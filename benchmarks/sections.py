@@ -125,6 +125,14 @@ def tensors(plan: Plan) -> Out:
     return measure(specs, cases, plan.repeats, "tensors")
 
 
+def many(plan: Plan) -> Out:
+    """The headline's bytes in few and in many tensors: what tensors cost where bytes are not few."""
+    few, most = plan.tensor_counts[-1] // 50, plan.tensor_counts[-1]
+    cases = {f"{n:,} tensors": equal_shapes(plan.size_bytes, n) for n in (few, most)}
+    specs = [spec for case in cases for spec in plan.some((LIMIT, "shm"), case=case)]
+    return measure(specs, cases, plan.repeats, "many")
+
+
 def models(plan: Plan) -> Out:
     """Real models' shapes, scaled to one size. One group per model."""
     parts = []

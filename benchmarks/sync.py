@@ -44,6 +44,7 @@ SECTIONS: dict[str, Callable[[Plan], dict[str, Any]]] = {
     "workers": sections.workers,
     "sizes": sections.sizes,
     "tensors": sections.tensors,
+    "many": sections.many,
     "models": sections.models,
     "memory": memory,  # the last one: it may start Ray anew
 }

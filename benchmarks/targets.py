@@ -128,8 +128,13 @@ def _tensors(out: Out) -> list[Verdict]:
     def of(way: str, verify: str, tensors: int) -> Row | None:
         return find(rows, way, verify, tensors=tensors)
 
-    cost = times_as_fast(of("shm", "off", 200), of("shm", "off", 10_000))
-    made = [Verdict("shm: time of 10,000 tensors / of 200", cost, 2.0, at_least=False)]
+    made = []
+    for section in ("many", "tensors"):
+        found = _rows(out, section)
+        few, most = (find(found, "shm", "off", tensors=count) for count in (200, 10_000))
+        size = f", {round(few['num_bytes'] / 2**20)} MiB" if few is not None else ""
+        name = f"shm{size}: time of 10,000 tensors / of 200"
+        made.append(Verdict(name, times_as_fast(few, most), 2.0, at_least=False))
     for tensors, bound in ((200, 1.0), (10_000, 4.0)):
         ratio = times_as_fast(of("gloo", "off", tensors), of("gloo_broadcast", "", tensors))
         made.append(

@@ -50,6 +50,12 @@ def results() -> dict[str, Any]:
                 row("gloo_broadcast", 1.5, tensors=10_000),
             ]
         },
+        "many": {
+            "rows": [
+                row("shm", 0.4, "off", tensors=200, num_bytes=2 * GIB),
+                row("shm", 0.5, "off", tensors=10_000, num_bytes=2 * GIB),
+            ]
+        },
         "fixed": {"rows": [row("shm", 0.01, "off", x_ping=7.5)]},
         "memory": {
             "rows": [row("shm_mapped", 0, "off", workers=8, host_extra_bytes=2 * GIB + (64 << 20))]
@@ -72,7 +78,8 @@ EXPECTED = {
     "shm, source anywhere, 2 workers: x one memcpy": (0.5, 0.4),
     "shm, source anywhere, 4 workers: x one memcpy": (0.25, 0.25),
     "mapped: time of 8 workers / of 1": (1.1, 1.2),
-    "shm: time of 10,000 tensors / of 200": (1.5, 2.0),
+    "shm, 2048 MiB: time of 10,000 tensors / of 200": (1.25, 2.0),
+    "shm, 1024 MiB: time of 10,000 tensors / of 200": (1.5, 2.0),
     "gloo, 200 tensors: x gloo broadcast per tensor": (1.25, 1.0),
     "gloo, 10,000 tensors: x gloo broadcast per tensor": (5.0, 4.0),
     "fixed cost, shm, verify off: x ping": (7.5, 8.0),
@@ -98,7 +105,8 @@ def test_each_target_has_its_ratio_and_its_bound() -> None:
         ("headline", 5, [name for name in EXPECTED if name.startswith("shm, source anywhere: ")]),
         ("fleet", 2, ["shm, source anywhere, 4 workers: x one memcpy"]),
         ("fleet", 4, ["mapped: time of 8 workers / of 1"]),
-        ("tensors", 1, ["shm: time of 10,000 tensors / of 200"]),
+        ("tensors", 1, ["shm, 1024 MiB: time of 10,000 tensors / of 200"]),
+        ("many", 1, ["shm, 2048 MiB: time of 10,000 tensors / of 200"]),
         ("tensors", 2, ["gloo, 200 tensors: x gloo broadcast per tensor"]),
     ],
 )
