@@ -51,6 +51,7 @@ class Plan:
     sizes: tuple[int, ...] = (_MIB, 16 * _MIB, 256 * _MIB, 1024 * _MIB, 4096 * _MIB)
     worker_counts: tuple[int, ...] = (1, 2, 4, 8)
     tensor_counts: tuple[int, ...] = (10, 200, 1000, 10_000)
+    many_counts: tuple[int, ...] = (200, 10_000)
     models: tuple[str, ...] = tuple(MODELS)
     own_ray: bool = False
 
@@ -127,8 +128,7 @@ def tensors(plan: Plan) -> Out:
 
 def many(plan: Plan) -> Out:
     """The headline's bytes in few and in many tensors: what tensors cost where bytes are not few."""
-    few, most = plan.tensor_counts[-1] // 50, plan.tensor_counts[-1]
-    cases = {f"{n:,} tensors": equal_shapes(plan.size_bytes, n) for n in (few, most)}
+    cases = {f"{n:,} tensors": equal_shapes(plan.size_bytes, n) for n in plan.many_counts}
     specs = [spec for case in cases for spec in plan.some((LIMIT, "shm"), case=case)]
     return measure(specs, cases, plan.repeats, "many")
 

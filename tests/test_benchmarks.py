@@ -33,6 +33,7 @@ TINY = Plan(
     sizes=(MIB,),
     worker_counts=(1, 2),
     tensor_counts=(3, 40),
+    many_counts=(3, 40),
     models=("llama", "qwen3"),
 )
 
