@@ -627,12 +627,23 @@ class Sender:
                     row.casts, call.kept = vote.casts, vote.kept
         if failed:
             self._abort_workers(call, failed)
+            if any(self._lost_copy(call, link) for link in call.live()):
+                self._abort_workers(call, call.live())
+                raise _Again
         unproven = [link for link in call.live() if stream.votes[link.rank].shared]
         if any(not self._proven(call, link, stream) for link in unproven):
             # whoever was to prove the shared copy failed, or does not use it: each for itself, then
             call.prove_all = True
             self._abort_workers(call, call.live())
             raise _Again
+
+    def _lost_copy(self, call: Call, link: Link) -> bool:
+        """Whether what this worker got lies with another that was aborted, and so has closed its files to
+        whoever has not gone over to them."""
+        if self._config.load_mode != "mapped" or call.partial:
+            return False
+        owner = self._channel_of(link).owner(link)
+        return owner is not None and call.rows[owner.rank].error is not None
 
     def _proven(self, call: Call, link: Link, stream: Stream) -> bool:
         """Whether another worker has proven the copy that this one uses."""

@@ -5,6 +5,7 @@ All are processes of this machine; where there are to be several hosts, the send
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from rayxfer import PartialUpdate, WeightTransferConfig, WeightTransferEngineFactory
+from rayxfer.engines.gloo import GlooGroup
 from rayxfer.testing import Fault, LocalController, ProcessWorker, faulty, poison
 from tests.conformance.test_line import (
     COUNT,
@@ -164,6 +166,55 @@ def test_a_bit_that_flips_at_one_worker(fresh: list[ProcessWorker], rank: int) -
             expect(Net(1), fresh[1:])
     finally:
         del WeightTransferEngineFactory._direct[name]
+
+
+@pytest.mark.parametrize("verify", ["digest", "off"])
+@pytest.mark.parametrize("layout", ["one host", "two hosts"])
+def test_a_leader_that_votes_no_does_not_take_its_followers_along(
+    fresh: list[ProcessWorker], monkeypatch: pytest.MonkeyPatch, layout: str, verify: str
+) -> None:
+    """Its files are closed with its channel: the others get the round once more, from another."""
+    as_hosts(monkeypatch, LAYOUTS[layout])
+    name = faulty("gloo", Fault("worker", "truncate", at=0, rank=0))
+    try:
+        with LocalController(fresh, mapped(name, verify=verify)) as controller:
+            with pytest.raises(PartialUpdate) as caught:
+                controller.sync_weights(Net(1))
+            rows = caught.value.report.workers
+            assert [row.error is None for row in rows] == [False, True, True, True]
+            assert {str(row.state) for row in rows} == {"READY"}
+            expect(Net(1), fresh[1:])
+    finally:
+        del WeightTransferEngineFactory._direct[name]
+
+
+def stuck() -> torch.nn.Module:
+    """A worker whose wire falls silent in the middle, while it goes on answering."""
+    taken = itertools.count()
+    usual = GlooGroup.wait
+
+    def wait(self: GlooGroup, work: Any) -> None:
+        if next(taken) >= 3:
+            self._aborted.wait(60)
+        usual(self, work)
+
+    GlooGroup.wait = wait  # type: ignore[method-assign]
+    return poisoned()
+
+
+def test_followers_are_not_blamed_for_what_their_leader_has_not_got() -> None:
+    with (
+        ProcessWorker(stuck) as leader,
+        ProcessWorker(poisoned) as one,
+        ProcessWorker(poisoned) as two,
+    ):
+        fleet = [leader, one, two]
+        with LocalController(fleet, mapped(bucket_size_bytes=1, stall_timeout_s=1.0)) as controller:
+            with pytest.raises(PartialUpdate) as caught:
+                controller.sync_weights(Net(1))
+            states = [row.state for row in caught.value.report.workers]
+            assert states == ["LOST", "READY", "READY"]
+            expect(Net(1), [one, two])
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
