@@ -39,7 +39,7 @@ from rayxfer.gpus import link_between, uuid_of
 from rayxfer.lease import Lease
 from rayxfer.metadata import ParamMeta
 from rayxfer.packing import ALIGNMENT_BYTES
-from rayxfer.report import SyncReport, WorkerState
+from rayxfer.report import KEEPER_RANK, SyncReport, WorkerState
 from rayxfer.source import Standing, WeightSource, checked_metadata
 from rayxfer.stream import Broken, Stream, cancelled
 from rayxfer.topology import (
@@ -322,7 +322,8 @@ class Sender:
         """Channels over exactly these links; those that fit stay, the others are opened."""
         sender = self._facts_of(call)
         groups: dict[str, list[Link]] = {}
-        for link in links:
+        # the keeper last: who is first on its host has the copy that the others use, and it uses none
+        for link in sorted(links, key=lambda one: one.rank == KEEPER_RANK):
             assert link.facts is not None  # only a worker that was never reached has none
             check_agreement(sender, link.facts, link.rank, link.requested)
             if link.requested == "auto":

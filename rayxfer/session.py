@@ -245,7 +245,7 @@ class WorkerSession:
             engine_cls = EngineEntry(**message["entry"]).load()
             engine_cls.check_available()
             engine = engine_cls(config, ParallelConfig(**message["parallel_config"]))
-            engine.kept = self._kept
+            engine.kept = None if self._binding.make_loader is not None else self._kept
             info = engine.parse_init_info(dict(message["init_info"]))
             with self._engine_lock:
                 self._engine = engine

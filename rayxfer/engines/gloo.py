@@ -279,14 +279,15 @@ def _join(line: Line, member: Member, info: GlooInitInfo) -> None:
         why = _follow(line, store, place.leader, rank)
         store.set(f"opened/{rank}", why)
         if not why:
-            kept.pop("versions", None)  # of a time when it was not led
+            if kept is not None:
+                kept.pop("versions", None)  # of a time when it was not led
             return
         behind = _ranks(store.get(f"behind/{place.leader}"))
         following = next(iter(behind[behind.index(rank) + 1 :]), following)
     elif place.followers:
         behind = _lead(line, store, place.followers, rank, info)
         following = next(iter(behind), following)
-    if info.version_bytes:
+    if info.version_bytes and kept is not None:
         followers = [Facts.from_wire(one) for one in info.followers]
         line.copy = HostCopy(kept, info.version_bytes, followers if line.ring is not None else ())
     # Neighbours join by twos, not one after the other along the whole line.

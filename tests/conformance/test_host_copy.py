@@ -15,7 +15,12 @@ import pytest
 import torch
 
 from rayxfer import PartialUpdate, WeightTransferConfig, WeightTransferEngineFactory
+from rayxfer.binding import Binding
+from rayxfer.coordinator import Coordinator
 from rayxfer.engines.gloo import GlooGroup
+from rayxfer.keeper import _KeeperLoader, _KeeperSource, _Store
+from rayxfer.sender import Sender
+from rayxfer.source import as_source
 from rayxfer.testing import Fault, LocalController, ProcessWorker, faulty, poison
 from tests.conformance.test_line import (
     COUNT,
@@ -261,6 +266,46 @@ def test_a_worker_lost_in_the_middle(
         del WeightTransferEngineFactory._direct[name]
         if action == "stop":
             os.kill(lost.pid, signal.SIGKILL)
+
+
+def keeper() -> Binding:
+    store = _Store()
+    return Binding(
+        torch.nn.Module(),
+        make_loader=lambda: _KeeperLoader(store),
+        make_source=lambda: _KeeperSource(store),
+    )
+
+
+@pytest.mark.parametrize("layout", ["one host", "two hosts"])
+def test_a_keeper_neither_leads_nor_has_versions(
+    fresh: list[ProcessWorker], monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Though it may have been there before the workers. Alone on its host it needs no files to serve."""
+    as_hosts(
+        monkeypatch, [*LAYOUTS[layout], [COUNT + 1]] if layout == "two hosts" else [[1, 2, 3, 4, 5]]
+    )
+    monkeypatch.setattr(Coordinator, "_add", _over_gloo(Coordinator._add))
+    with ProcessWorker(keeper) as hidden:
+        coordinator = Coordinator("kept", [], mapped(), keeper=hidden)
+        coordinator.open()
+        coordinator.add_workers(list(fresh), ["gloo"] * COUNT)
+        sender = Sender(coordinator)
+        try:
+            for seed in (1, 2, 3):
+                report = sender.sync(as_source(Net(seed)), version=None, partial=False)
+                assert report.attempts == 1
+                expect(Net(seed), fresh)
+                assert len(set(files_of(fresh))) == (1 if layout == "one host" else 2)
+                assert all("rayxfer-version" in one for one in files_of(fresh))
+            assert layout == "one host" or hidden.run(versions_mapped) == 0
+        finally:
+            sender.close()
+            coordinator.close()
+
+
+def _over_gloo(usual: Any) -> Any:
+    return lambda self, rank, handle, backend: usual(self, rank, handle, "gloo")
 
 
 def test_descriptors_and_memory_files_do_not_grow(fresh: list[ProcessWorker]) -> None:
