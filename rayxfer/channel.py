@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
 import time
@@ -108,15 +109,18 @@ class Channel:
         """What must be the same for the channel to be used again."""
         return self.backend, tuple((link.rank, link.incarnation) for link in self.links)
 
+    @functools.cached_property
+    def _owners(self) -> dict[int, Link]:
+        """By the rank of each worker: see `owner`. Once per channel, since asking goes over all workers."""
+        at = self.engine_cls.provers(self.handle)
+        ranks = _ranks_behind(self.links)
+        links = {link.rank: link for link in self.links}
+        return {ranks[one]: links[ranks[other]] for one, other in enumerate(at)}
+
     def owner(self, link: Link) -> Link | None:
         """Under `load_mode="mapped"`: whose copy this worker and others use (its own, maybe); None: the
         sender's, if any."""
-        at = self.engine_cls.provers(self.handle)
-        if not at:
-            return None
-        ranks = _ranks_behind(self.links)
-        rank = ranks[at[ranks.index(link.rank)]]
-        return next(one for one in self.links if one.rank == rank)
+        return self._owners.get(link.rank)
 
     def prover(self, link: Link) -> Link | None:
         """Who proves what this worker and others use as one copy."""

@@ -320,6 +320,20 @@ def test_descriptors_and_memory_files_do_not_grow(fresh: list[ProcessWorker]) ->
         assert max(counts[-1]) <= max(counts[3]) + 1, counts
 
 
+def test_a_leader_that_gets_its_weights_another_way_lets_its_files_go(
+    fresh: list[ProcessWorker],
+) -> None:
+    with LocalController(fresh, mapped()) as controller:
+        controller.sync_weights(Net(1))
+        for link in controller._sender._links.values():
+            link.requested = "shm"  # as "auto" does, once the trainer is on this host
+        for seed in (2, 3, 4):
+            controller.sync_weights(Net(seed))
+            expect(Net(seed), fresh)
+        counts = [worker.run(versions_mapped) for worker in fresh]
+        assert counts == [counts[-1]] * COUNT
+
+
 def versions_mapped(_: Any) -> int:
     """Descriptors of memory files that this process has open."""
     found = 0
