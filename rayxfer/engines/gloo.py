@@ -96,12 +96,15 @@ class GlooGroup(Group):
                     ) from error
         raise TransferError("the gloo group was aborted", phase="update")
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Until gloo has closed the shut sockets: it first reads what is still in them. Milliseconds, and
         bounded in any case. (An operation that was cut off in its middle never completes.)"""
         deadline = time.monotonic() + _SETTLE_S
-        while self._shut & _inodes() and time.monotonic() < deadline:
+        while self._shut & _inodes():
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.002)
+        return True
 
     def abort(self) -> None:
         self._aborted.set()

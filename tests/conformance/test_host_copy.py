@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from rayxfer import PartialUpdate, WeightTransferConfig, WeightTransferEngineFactory
+from rayxfer import PartialUpdate, TransferError, WeightTransferConfig, WeightTransferEngineFactory
 from rayxfer.binding import Binding
 from rayxfer.coordinator import Coordinator
 from rayxfer.engines.gloo import GlooGroup
+from rayxfer.engines.versions import Versions
 from rayxfer.keeper import _KeeperLoader, _KeeperSource, _Store
+from rayxfer.memfile import MemoryFile
 from rayxfer.sender import Sender
 from rayxfer.source import as_source
 from rayxfer.testing import Fault, LocalController, ProcessWorker, faulty, poison
@@ -266,6 +268,45 @@ def test_a_worker_lost_in_the_middle(
         del WeightTransferEngineFactory._direct[name]
         if action == "stop":
             os.kill(lost.pid, signal.SIGKILL)
+
+
+PICKED: list[int] = []
+
+
+def unsettled() -> torch.nn.Module:
+    """A worker to whose memory bytes may still come when a round has failed."""
+    usual = Versions.pick
+
+    def pick(self: Versions, num_bytes: int) -> MemoryFile:
+        file = usual(self, num_bytes)
+        PICKED.append(int(file.about["inode"]))
+        return file
+
+    GlooGroup.settle = lambda self: False  # type: ignore[method-assign]
+    Versions.pick = pick  # type: ignore[method-assign]
+    return poisoned()
+
+
+def picked(_: Any) -> list[int]:
+    return PICKED
+
+
+def test_a_file_to_which_bytes_may_still_come_is_not_used_again() -> None:
+    name = faulty("gloo", *(Fault("sender", "raise", at=at) for at in (30, 31, 32)))
+    try:
+        with (
+            ProcessWorker(unsettled) as leader,
+            ProcessWorker(poisoned) as other,
+            LocalController([leader, other], mapped(name, bucket_size_bytes=1)) as controller,
+        ):
+            with pytest.raises(TransferError):
+                controller.sync_weights(Net(1))
+            controller.sync_weights(Net(2))
+            expect(Net(2), [leader, other])
+            files = leader.run(picked)
+            assert len(files) == len(set(files)) == 4
+    finally:
+        del WeightTransferEngineFactory._direct[name]
 
 
 def keeper() -> Binding:
