@@ -115,9 +115,9 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     init_info_cls: type[TInitInfo]
     update_info_cls: type[TUpdateInfo]
 
-    kept: dict[str, Any]
+    kept: dict[str, Any] | None
     """The engine's own, for what outlives a channel at a worker: the same dict at every connect of one
-    controller."""
+    controller. None at a worker that uses nothing where it lies."""
 
     # ---- optional class attributes: what the engine promises the rest of rayxfer ----------------
 
@@ -149,7 +149,7 @@ class WeightTransferEngine(ABC, Generic[TInitInfo, TUpdateInfo]):
     ) -> None:
         self.config = config if config is not None else WeightTransferConfig()
         self.parallel_config = parallel_config if parallel_config is not None else ParallelConfig()
-        self.kept = {}
+        self.kept = None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> TInitInfo:
         """The typed init info of a plain dict.

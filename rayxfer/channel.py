@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import threading
 import time
@@ -108,14 +109,31 @@ class Channel:
         """What must be the same for the channel to be used again."""
         return self.backend, tuple((link.rank, link.incarnation) for link in self.links)
 
+    @functools.cached_property
+    def _owners(self) -> dict[int, Link]:
+        """By the rank of each worker: see `owner`. Once per channel, since asking goes over all workers."""
+        at = self.engine_cls.provers(self.handle)
+        ranks = _ranks_behind(self.links)
+        links = {link.rank: link for link in self.links}
+        return {ranks[one]: links[ranks[other]] for one, other in enumerate(at)}
+
+    def owner(self, link: Link) -> Link | None:
+        """Under `load_mode="mapped"`: whose copy this worker and others use (its own, maybe); None: the
+        sender's, if any."""
+        return self._owners.get(link.rank)
+
     def prover(self, link: Link) -> Link | None:
         """Who proves what this worker and others use as one copy."""
-        at = self.engine_cls.provers(self.handle)
-        if not at:
-            return next((one for one in self.links if one.rank != KEEPER_RANK), None)
-        ranks = _ranks_behind(self.links)
-        rank = ranks[at[ranks.index(link.rank)]]
-        return next(one for one in self.links if one.rank == rank)
+        first = next((one for one in self.links if one.rank != KEEPER_RANK), None)
+        return self.owner(link) or first
+
+    def comparable(self, late: list[Link]) -> list[Link]:
+        """Of these, those whose bytes tell who is stuck: who is to use another's copy is told of bytes only
+        when many of them are there."""
+        bad = {link.rank for link in late}
+        owners = [self.owner(link) for link in late]
+        pairs = zip(late, owners, strict=True)
+        return [one for one, own in pairs if own is None or own is one or own.rank not in bad]
 
     def nearest(self, stuck: list[Link]) -> list[Link]:
         """Of these, those whose bytes do not come through another of them."""

@@ -39,7 +39,7 @@ from rayxfer.gpus import link_between, uuid_of
 from rayxfer.lease import Lease
 from rayxfer.metadata import ParamMeta
 from rayxfer.packing import ALIGNMENT_BYTES
-from rayxfer.report import SyncReport, WorkerState
+from rayxfer.report import KEEPER_RANK, SyncReport, WorkerState
 from rayxfer.source import Standing, WeightSource, checked_metadata
 from rayxfer.stream import Broken, Stream, cancelled
 from rayxfer.topology import (
@@ -322,7 +322,8 @@ class Sender:
         """Channels over exactly these links; those that fit stay, the others are opened."""
         sender = self._facts_of(call)
         groups: dict[str, list[Link]] = {}
-        for link in links:
+        # the keeper last: who is first on its host has the copy that the others use, and it uses none
+        for link in sorted(links, key=lambda one: one.rank == KEEPER_RANK):
             assert link.facts is not None  # only a worker that was never reached has none
             check_agreement(sender, link.facts, link.rank, link.requested)
             if link.requested == "auto":
@@ -627,12 +628,23 @@ class Sender:
                     row.casts, call.kept = vote.casts, vote.kept
         if failed:
             self._abort_workers(call, failed)
+            if any(self._lost_copy(call, link) for link in call.live()):
+                self._abort_workers(call, call.live())
+                raise _Again
         unproven = [link for link in call.live() if stream.votes[link.rank].shared]
         if any(not self._proven(call, link, stream) for link in unproven):
             # whoever was to prove the shared copy failed, or does not use it: each for itself, then
             call.prove_all = True
             self._abort_workers(call, call.live())
             raise _Again
+
+    def _lost_copy(self, call: Call, link: Link) -> bool:
+        """Whether what this worker got lies with another that was aborted, and so has closed its files to
+        whoever has not gone over to them."""
+        if self._config.load_mode != "mapped" or call.partial:
+            return False
+        owner = self._channel_of(link).owner(link)
+        return owner is not None and call.rows[owner.rank].error is not None
 
     def _proven(self, call: Call, link: Link, stream: Stream) -> bool:
         """Whether another worker has proven the copy that this one uses."""

@@ -64,7 +64,7 @@ class WorkerSession:
         self._load: Delivery | None = None
         self._offer: Offer | None = None
         self._memo: dict[str, Any] = {}
-        self._kept: dict[str, Any] = {}
+        self._kept: dict[str, dict[str, Any]] = {}
         self._learned: dict[str, frozenset[str]] = {}
         self._owner: dict[str, Any] | None = None
         self._last_round = (-1, -1)
@@ -245,7 +245,7 @@ class WorkerSession:
             engine_cls = EngineEntry(**message["entry"]).load()
             engine_cls.check_available()
             engine = engine_cls(config, ParallelConfig(**message["parallel_config"]))
-            engine.kept = self._kept
+            engine.kept = self._kept_for(config.backends[0])
             info = engine.parse_init_info(dict(message["init_info"]))
             with self._engine_lock:
                 self._engine = engine
@@ -268,6 +268,13 @@ class WorkerSession:
             return {"gated": engine_cls.gated}
 
         return self._drive(key, run, message)
+
+    def _kept_for(self, backend: str) -> dict[str, Any] | None:
+        """What the engine is to find again. Another backend's is let go: it may be twice the weights."""
+        if self._binding.make_loader is not None:
+            return None
+        self._kept = {backend: self._kept.get(backend, {})}
+        return self._kept[backend]
 
     def _close_engine(self) -> None:
         with self._engine_lock:

@@ -549,6 +549,8 @@ class Stream:
                 if not waiting:  # every worker has it all, and the sending engine does not return
                     error = self._timeout("stall_timeout_s", stall, None)
                     return Broken(error, fatal=error)
+                if self._config.load_mode == "mapped" and not self._partial:
+                    late = channel.comparable(late)
                 least = min(self._bytes[link.rank] for link in late)
                 slow = channel.nearest([x for x in late if self._bytes[x.rank] == least])
                 errors: dict[int, RayxferError] = {

@@ -80,7 +80,7 @@ class Member:
         gave_up: set when the connect was aborted.
         init_info: what a worker was told; None at the sender.
         plan: what the sender knows; None at a worker.
-        kept: what outlives the group at a worker.
+        kept: what outlives the group at a worker that uses weights where they lie.
     """
 
     store: RendezvousStore
@@ -92,7 +92,7 @@ class Member:
     gave_up: threading.Event
     init_info: BroadcastInitInfo | None = None
     plan: SessionPlan | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] | None = None
 
 
 @dataclass

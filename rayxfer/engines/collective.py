@@ -79,8 +79,9 @@ class Group(ABC):
     def drain(self) -> None:  # noqa: B027 - nothing is left to wait for where work is synchronous
         """Return when all that the current stream has queued is done; raise as `wait`."""
 
-    def settle(self) -> None:  # noqa: B027 - as above
-        """After `abort`: return once no operation writes to its buffer any more."""
+    def settle(self) -> bool:
+        """After `abort`: return once no operation writes to its buffer any more. False: one still might."""
+        return True
 
     @abstractmethod
     def abort(self) -> None:

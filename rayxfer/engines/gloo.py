@@ -96,12 +96,15 @@ class GlooGroup(Group):
                     ) from error
         raise TransferError("the gloo group was aborted", phase="update")
 
-    def settle(self) -> None:
+    def settle(self) -> bool:
         """Until gloo has closed the shut sockets: it first reads what is still in them. Milliseconds, and
         bounded in any case. (An operation that was cut off in its middle never completes.)"""
         deadline = time.monotonic() + _SETTLE_S
-        while self._shut & _inodes() and time.monotonic() < deadline:
+        while self._shut & _inodes():
+            if time.monotonic() >= deadline:
+                return False
             time.sleep(0.002)
+        return True
 
     def abort(self) -> None:
         self._aborted.set()
@@ -279,14 +282,15 @@ def _join(line: Line, member: Member, info: GlooInitInfo) -> None:
         why = _follow(line, store, place.leader, rank)
         store.set(f"opened/{rank}", why)
         if not why:
-            kept.pop("versions", None)  # of a time when it was not led
+            if kept is not None:
+                kept.pop("versions", None)  # of a time when it was not led
             return
         behind = _ranks(store.get(f"behind/{place.leader}"))
         following = next(iter(behind[behind.index(rank) + 1 :]), following)
     elif place.followers:
         behind = _lead(line, store, place.followers, rank, info)
         following = next(iter(behind), following)
-    if info.version_bytes:
+    if info.version_bytes and kept is not None:
         followers = [Facts.from_wire(one) for one in info.followers]
         line.copy = HostCopy(kept, info.version_bytes, followers if line.ring is not None else ())
     # Neighbours join by twos, not one after the other along the whole line.

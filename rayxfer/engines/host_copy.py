@@ -135,7 +135,8 @@ class _Writer(Receiver):
         except BaseException:
             # nothing is to arrive in the file any more once this has returned
             self._before.abort()
-            self._before.settle()
+            if not self._before.settle():
+                self._copy.versions.forget(self._file)
             raise
         if self._told is not None:
             self._told.publish()

@@ -71,3 +71,7 @@ class Versions:
         file = MemoryFile(num_bytes, name="rayxfer-version")
         self._files = [*self._files, file][-_KEPT:]
         return file
+
+    def forget(self, file: MemoryFile) -> None:
+        """Never give this one out again: it may still be written to."""
+        self._files = [one for one in self._files if one is not file]

@@ -5,6 +5,7 @@ All are processes of this machine; where there are to be several hosts, the send
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
@@ -13,7 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from rayxfer import PartialUpdate, WeightTransferConfig, WeightTransferEngineFactory
+from rayxfer import PartialUpdate, TransferError, WeightTransferConfig, WeightTransferEngineFactory
+from rayxfer.binding import Binding
+from rayxfer.coordinator import Coordinator
+from rayxfer.engines.gloo import GlooGroup
+from rayxfer.engines.versions import Versions
+from rayxfer.keeper import _KeeperLoader, _KeeperSource, _Store
+from rayxfer.memfile import MemoryFile
+from rayxfer.sender import Sender
+from rayxfer.source import as_source
 from rayxfer.testing import Fault, LocalController, ProcessWorker, faulty, poison
 from tests.conformance.test_line import (
     COUNT,
@@ -166,6 +175,55 @@ def test_a_bit_that_flips_at_one_worker(fresh: list[ProcessWorker], rank: int) -
         del WeightTransferEngineFactory._direct[name]
 
 
+@pytest.mark.parametrize("verify", ["digest", "off"])
+@pytest.mark.parametrize("layout", ["one host", "two hosts"])
+def test_a_leader_that_votes_no_does_not_take_its_followers_along(
+    fresh: list[ProcessWorker], monkeypatch: pytest.MonkeyPatch, layout: str, verify: str
+) -> None:
+    """Its files are closed with its channel: the others get the round once more, from another."""
+    as_hosts(monkeypatch, LAYOUTS[layout])
+    name = faulty("gloo", Fault("worker", "truncate", at=0, rank=0))
+    try:
+        with LocalController(fresh, mapped(name, verify=verify)) as controller:
+            with pytest.raises(PartialUpdate) as caught:
+                controller.sync_weights(Net(1))
+            rows = caught.value.report.workers
+            assert [row.error is None for row in rows] == [False, True, True, True]
+            assert {str(row.state) for row in rows} == {"READY"}
+            expect(Net(1), fresh[1:])
+    finally:
+        del WeightTransferEngineFactory._direct[name]
+
+
+def stuck() -> torch.nn.Module:
+    """A worker whose wire falls silent in the middle, while it goes on answering."""
+    taken = itertools.count()
+    usual = GlooGroup.wait
+
+    def wait(self: GlooGroup, work: Any) -> None:
+        if next(taken) >= 3:
+            self._aborted.wait(60)
+        usual(self, work)
+
+    GlooGroup.wait = wait  # type: ignore[method-assign]
+    return poisoned()
+
+
+def test_followers_are_not_blamed_for_what_their_leader_has_not_got() -> None:
+    with (
+        ProcessWorker(stuck) as leader,
+        ProcessWorker(poisoned) as one,
+        ProcessWorker(poisoned) as two,
+    ):
+        fleet = [leader, one, two]
+        with LocalController(fleet, mapped(bucket_size_bytes=1, stall_timeout_s=1.0)) as controller:
+            with pytest.raises(PartialUpdate) as caught:
+                controller.sync_weights(Net(1))
+            states = [row.state for row in caught.value.report.workers]
+            assert states == ["LOST", "READY", "READY"]
+            expect(Net(1), [one, two])
+
+
 @pytest.mark.parametrize("action", ["kill", "stop"])
 @pytest.mark.parametrize(
     ("layout", "rank"),
@@ -212,6 +270,85 @@ def test_a_worker_lost_in_the_middle(
             os.kill(lost.pid, signal.SIGKILL)
 
 
+PICKED: list[int] = []
+
+
+def unsettled() -> torch.nn.Module:
+    """A worker to whose memory bytes may still come when a round has failed."""
+    usual = Versions.pick
+
+    def pick(self: Versions, num_bytes: int) -> MemoryFile:
+        file = usual(self, num_bytes)
+        PICKED.append(int(file.about["inode"]))
+        return file
+
+    GlooGroup.settle = lambda self: False  # type: ignore[method-assign]
+    Versions.pick = pick  # type: ignore[method-assign]
+    return poisoned()
+
+
+def picked(_: Any) -> list[int]:
+    return PICKED
+
+
+def test_a_file_to_which_bytes_may_still_come_is_not_used_again() -> None:
+    name = faulty("gloo", *(Fault("sender", "raise", at=at) for at in (30, 31, 32)))
+    try:
+        with (
+            ProcessWorker(unsettled) as leader,
+            ProcessWorker(poisoned) as other,
+            LocalController([leader, other], mapped(name, bucket_size_bytes=1)) as controller,
+        ):
+            with pytest.raises(TransferError):
+                controller.sync_weights(Net(1))
+            controller.sync_weights(Net(2))
+            expect(Net(2), [leader, other])
+            files = leader.run(picked)
+            assert len(files) == len(set(files)) == 4
+    finally:
+        del WeightTransferEngineFactory._direct[name]
+
+
+def keeper() -> Binding:
+    store = _Store()
+    return Binding(
+        torch.nn.Module(),
+        make_loader=lambda: _KeeperLoader(store),
+        make_source=lambda: _KeeperSource(store),
+    )
+
+
+@pytest.mark.parametrize("layout", ["one host", "two hosts"])
+def test_a_keeper_neither_leads_nor_has_versions(
+    fresh: list[ProcessWorker], monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """Though it may have been there before the workers. Alone on its host it needs no files to serve."""
+    as_hosts(
+        monkeypatch, [*LAYOUTS[layout], [COUNT + 1]] if layout == "two hosts" else [[1, 2, 3, 4, 5]]
+    )
+    monkeypatch.setattr(Coordinator, "_add", _over_gloo(Coordinator._add))
+    with ProcessWorker(keeper) as hidden:
+        coordinator = Coordinator("kept", [], mapped(), keeper=hidden)
+        coordinator.open()
+        coordinator.add_workers(list(fresh), ["gloo"] * COUNT)
+        sender = Sender(coordinator)
+        try:
+            for seed in (1, 2, 3):
+                report = sender.sync(as_source(Net(seed)), version=None, partial=False)
+                assert report.attempts == 1
+                expect(Net(seed), fresh)
+                assert len(set(files_of(fresh))) == (1 if layout == "one host" else 2)
+                assert all("rayxfer-version" in one for one in files_of(fresh))
+            assert layout == "one host" or hidden.run(versions_mapped) == 0
+        finally:
+            sender.close()
+            coordinator.close()
+
+
+def _over_gloo(usual: Any) -> Any:
+    return lambda self, rank, handle, backend: usual(self, rank, handle, "gloo")
+
+
 def test_descriptors_and_memory_files_do_not_grow(fresh: list[ProcessWorker]) -> None:
     with LocalController(fresh, mapped()) as controller:
         counts = []
@@ -222,6 +359,20 @@ def test_descriptors_and_memory_files_do_not_grow(fresh: list[ProcessWorker]) ->
             controller.sync_weights(Net(step))
             counts.append([worker.run(versions_mapped) for worker in fresh])
         assert max(counts[-1]) <= max(counts[3]) + 1, counts
+
+
+def test_a_leader_that_gets_its_weights_another_way_lets_its_files_go(
+    fresh: list[ProcessWorker],
+) -> None:
+    with LocalController(fresh, mapped()) as controller:
+        controller.sync_weights(Net(1))
+        for link in controller._sender._links.values():
+            link.requested = "shm"  # as "auto" does, once the trainer is on this host
+        for seed in (2, 3, 4):
+            controller.sync_weights(Net(seed))
+            expect(Net(seed), fresh)
+        counts = [worker.run(versions_mapped) for worker in fresh]
+        assert counts == [counts[-1]] * COUNT
 
 
 def versions_mapped(_: Any) -> int:

@@ -298,3 +298,25 @@ def test_who_waits_for_a_stalled_worker_is_not_stalled() -> None:
     assert blamed(13) == [13]
     channel.handle = []
     assert blamed(10, 13) == [10, 13]
+
+
+def test_whose_copy_is_used_is_asked_once_per_channel() -> None:
+    """Going over all workers for each of them, round after round, is too much for a large fleet."""
+    asked: list[Any] = []
+
+    class Engine:
+        @classmethod
+        def provers(cls, handle: Any) -> list[int]:
+            asked.append(handle)
+            return handle  # type: ignore[no-any-return]
+
+    links = [_link(rank) for rank in (10, 11, 12, 13)]
+    channel = Channel("gloo", Engine, links, None, [0, 0, 2, 2], {})  # type: ignore[arg-type]
+    for _ in range(3):
+        found = [channel.prover(link) for link in links]
+        assert [one.rank for one in found if one is not None] == [10, 10, 12, 12]
+    assert len(asked) == 1
+    ten, eleven, twelve, thirteen = links
+    assert channel.comparable(links) == [ten, twelve]
+    assert channel.comparable([eleven, thirteen]) == [eleven, thirteen]
+    assert channel.comparable([ten, eleven, thirteen]) == [ten, thirteen]
