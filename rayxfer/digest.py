@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -132,10 +133,17 @@ def _spread(function: Callable[[Any], int], todo: Sequence[Any], num_bytes: int)
     few = len(todo) < 2 or num_bytes < _THREADED_BYTES * len(todo)
     if workers < 2 or num_bytes <= 8 * _SMALL_BYTES or few:
         return list(map(function, todo))
-    # two interleaved halves: one submit per thread, not per tensor
-    halves = [todo[0::2], todo[1::2]]
-    with ThreadPoolExecutor(workers, thread_name_prefix="rayxfer-digest") as pool:
-        even, odd = pool.map(lambda part: list(map(function, part)), halves)
+    left = deque(enumerate(todo))  # whoever is done takes the next: some are far larger than others
     out = [0] * len(todo)
-    out[0::2], out[1::2] = even, odd
+
+    def work(_: int) -> None:
+        while True:
+            try:
+                index, one = left.popleft()
+            except IndexError:
+                return
+            out[index] = function(one)
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="rayxfer-digest") as pool:
+        list(pool.map(work, range(workers)))
     return out
