@@ -33,6 +33,7 @@ __all__ = [
     "file_size",
     "find",
     "map_file",
+    "map_for_any_thread",
     "open_other",
     "populate",
 ]
@@ -167,6 +168,12 @@ def _register(mapped: _Map, address: int) -> None:
 def _forget(start: int) -> None:
     del _files[start]
     _starts.remove(start)
+
+
+def map_for_any_thread(fd: int, num_bytes: int) -> torch.Tensor:
+    """A whole file of this process, shared and writable (flat uint8). Not by Python's mmap: the last to let
+    go of a buffer may be a thread of gloo's, without an interpreter."""
+    return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 def populate(memory: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ as they need to be.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -179,6 +180,12 @@ class Layout:
             self.starts.append(self.file_bytes)
             self.file_bytes = align(self.file_bytes + bucket.num_bytes)
         self._views: dict[tuple[int, int], list[tuple[str, torch.Tensor]]] = {}
+
+    def in_file(self, bucket: Bucket) -> array[int]:
+        """The offsets of the bucket's tensors with any bytes, in a file that holds all buckets."""
+        packed, start = self.packed[bucket.index], self.starts[bucket.index]
+        sized = zip(packed.offsets, packed.sizes, strict=True)
+        return array("Q", [start + offset for offset, size in sized if size])
 
     def views(self, bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """`unpack`, remembered by the buffer's address: only for buffers that outlive this."""

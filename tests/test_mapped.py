@@ -20,7 +20,7 @@ from rayxfer.memfile import ForeignFile, MemoryFile, _own_pages
 from rayxfer.testing.local import LocalController
 from rayxfer.testing.processes import ProcessWorker
 from rayxfer.topology import local_facts
-from tests.helpers import assert_same_bytes, poison, raw_bytes
+from tests.helpers import assert_same_bytes, mapping_of, poison, raw_bytes
 from tests.test_placement import Zoo
 
 MAPPED = WeightTransferConfig(backend="shm", load_mode="mapped")
@@ -32,14 +32,7 @@ def _bytes(module: torch.nn.Module) -> dict[str, bytes]:
 
 def _where(module: torch.nn.Module, name: str) -> str:
     """The mapping in which a parameter lies: its permissions and the file's name and inode."""
-    address = dict(module.named_parameters())[name].data_ptr()
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        for line in maps:
-            fields = line.split()
-            first, last = (int(part, 16) for part in fields[0].split("-"))
-            if first <= address < last:
-                return " ".join([fields[1], *fields[4:]])
-    return "nowhere"
+    return mapping_of(module.get_parameter(name))
 
 
 def _write(module: torch.nn.Module, value: float) -> None:

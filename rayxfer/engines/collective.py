@@ -19,6 +19,7 @@ import torch
 from rayxfer.base import LoadWeights, WeightTransferUpdateInfo
 from rayxfer.copying import copy_many, is_memory
 from rayxfer.errors import ConfigError, ContractError
+from rayxfer.memfile import map_for_any_thread
 from rayxfer.metadata import ParamMeta, metadata_from_wire
 from rayxfer.packing import Bucket, Layout, Packed, as_bytes, plain, unpack, view_piece
 
@@ -183,16 +184,13 @@ def _new_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
 
     malloc keeps freed buffers of this size in the arena of whichever short-lived thread asked for them:
     a process that opened and closed 500 channels one after another grew from 260 to 440 MiB.
-    Not Python's mmap, for the last to drop it may be one of gloo's threads, without an interpreter.
     """
     if device.type == "cpu" and num_bytes > 0:
         with contextlib.suppress(OSError, RuntimeError):  # no memory files here
             file = os.memfd_create("rayxfer-staging")
             try:
                 os.ftruncate(file, num_bytes)
-                return torch.from_file(
-                    f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8
-                )
+                return map_for_any_thread(file, num_bytes)
             finally:
                 os.close(file)
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -20,7 +20,7 @@ from rayxfer.errors import ContractError
 from rayxfer.memfile import ForeignFile
 from rayxfer.packing import Bucket, Layout
 
-__all__ = ["FrameReader", "views_in"]
+__all__ = ["FrameReader"]
 
 _PART_BYTES = 4 << 20
 """A large tensor is copied in parts, so that an abort gets through and progress is seen."""
@@ -42,6 +42,10 @@ class FrameReader:
         self._views: dict[tuple[int, bytes], list[list[tuple[str, torch.Tensor]]]] = {}
         self._layout: Layout | None = None
         self._pool: ThreadPoolExecutor | None = None
+
+    def abort(self) -> None:
+        """Make a `receive` that waits for the ring raise soon. From any thread."""
+        self._ring.abort()
 
     def close(self) -> None:
         """End its threads."""
@@ -119,7 +123,7 @@ class FrameReader:
         key = (bucket.index, frame)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = [views_in(layout, one, file, iter(p)) for one, p in told]
+            views = self._views[key] = [_views(layout, one, file, iter(p)) for one, p in told]
         if keep is not None:
             claim = RingClaim(self._ring, numbers[2])
             for some in views:
@@ -142,7 +146,7 @@ class FrameReader:
                 raise ContractError(f"shm: {name!r} is said to lie past its file's end")
         if land(packed, file.address, offsets, load):
             return
-        views = views_in(layout, bucket, file, iter(places))
+        views = _views(layout, bucket, file, iter(places))
         if not getattr(load, "copies_only", False):
             views = [(name, view.clone()) for name, view in views]
         load(views)
@@ -281,7 +285,7 @@ def _items(views: list[tuple[str, torch.Tensor]]) -> list[_Item]:
     ]
 
 
-def views_in(
+def _views(
     layout: Layout, bucket: Bucket, file: ForeignFile, offsets: Iterator[int]
 ) -> list[tuple[str, torch.Tensor]]:
     """The bucket's tensors, where they lie in the file."""

@@ -266,10 +266,7 @@ def send_version(
     for bucket, base in zip(layout.plan.buckets, layout.starts, strict=True):
         if bucket.num_bytes:
             fill(layout, bucket, iterator, file.bytes[base : base + bucket.num_bytes])
-            packed = layout.packed[bucket.index]
-            sized = zip(packed.offsets, packed.sizes, strict=True)
-            offsets = array("Q", [base + offset for offset, size in sized if size])
-            told.add(file.about, offsets, bucket.num_bytes)
+            told.add(file.about, layout.in_file(bucket), bucket.num_bytes)
         else:
             fill(layout, bucket, iterator, _NOTHING)
     expect_end(iterator)

@@ -7,7 +7,6 @@ files are kept by that worker from connect to connect, as those of `shm` are by 
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +15,12 @@ from typing import Any
 import torch
 
 from rayxfer.base import LoadWeights
-from rayxfer.engines.frame_reader import views_in
 from rayxfer.engines.frames import version_frames
 from rayxfer.engines.line import PARTS_IN_FLIGHT, Line, Receiver, cuts
 from rayxfer.engines.ring import RingWriter
 from rayxfer.engines.versions import Versions
-from rayxfer.memfile import PAGE_BYTES, ForeignFile, MemoryFile, populate
-from rayxfer.packing import Bucket, Layout
+from rayxfer.memfile import PAGE_BYTES, ForeignFile, MemoryFile, map_for_any_thread, populate
+from rayxfer.packing import Bucket, Layout, unpack
 from rayxfer.topology import Facts
 
 __all__ = ["HostCopy", "receive_version"]
@@ -74,19 +72,10 @@ class HostCopy:
         return file
 
     def map(self, file: MemoryFile) -> tuple[torch.Tensor, ForeignFile]:
-        """Where to receive to, and what the worker's weights are to be.
-
-        The former is mapped once more: the last to let go of a buffer may be a thread of gloo's, without an
-        interpreter, so none may belong to Python's mmap.
-        """
+        """Where to receive to (mapped once more, for gloo), and what the worker's weights are to be."""
         inode = int(file.about["inode"])
         if inode not in self._mapped:
-            whole = torch.from_file(
-                f"/proc/self/fd/{file.about['fd']}",
-                shared=True,
-                size=int(file.about["file_bytes"]),
-                dtype=torch.uint8,
-            )
+            whole = map_for_any_thread(int(file.about["fd"]), int(file.about["file_bytes"]))
             populate(whole)
             foreign = ForeignFile(**file.about, private=True)  # type: ignore[arg-type]
             self._mapped[inode] = (whole[PAGE_BYTES:], foreign)
@@ -153,13 +142,11 @@ class _Writer(Receiver):
         if bucket is None:
             self._progress(part.numel())
             return
-        self._progress(
-            part.numel() - bucket.num_bytes
-        )  # they are counted when they are handed over
-        packed, base = self._layout.packed[bucket.index], self._layout.starts[bucket.index]
-        sized = zip(packed.offsets, packed.sizes, strict=True)
-        offsets = array("Q", [base + offset for offset, size in sized if size])
-        views = views_in(self._layout, bucket, self._mine, iter(offsets))
+        # what was seen to move is counted when it is handed over
+        self._progress(part.numel() - bucket.num_bytes)
+        start = self._layout.starts[bucket.index]
+        mine = self._mine.bytes[start : start + bucket.num_bytes]
+        views = unpack(bucket, self._layout.metadata, mine)
         self._load.keep(views, self._mine, self._claim)  # type: ignore[attr-defined]
-        if self._told is not None and offsets:
-            self._told.add(self._file.about, offsets, bucket.num_bytes)
+        if self._told is not None and bucket.num_bytes:
+            self._told.add(self._file.about, self._layout.in_file(bucket), bucket.num_bytes)

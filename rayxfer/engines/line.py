@@ -35,6 +35,7 @@ from rayxfer.engines.collective import (
 from rayxfer.engines.frame_reader import FrameReader
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.errors import TransferError
+from rayxfer.memfile import map_for_any_thread
 from rayxfer.packing import Bucket, Layout, as_bytes, plain
 
 if TYPE_CHECKING:
@@ -54,9 +55,8 @@ class Line(Group):
         part_bytes: the longest that travels in one piece; the same along the line.
         before, after: the groups with its neighbours: it is rank 1 in the one and 0 in the other.
         ring: what its followers read.
-        slots: the whole of that memory file, mapped once more: the last to let go of a buffer may be a
-            thread of gloo's, without an interpreter, so none may belong to Python's mmap.
-        reader: in place of all these, the ring that it reads itself; `frames`: what reads it.
+        slots: the whole of that memory file, mapped once more, for gloo.
+        reader: in place of all these, what reads its leader's ring.
         copy: what makes its host's one copy of the weights, if there is to be one.
     """
 
@@ -67,8 +67,7 @@ class Line(Group):
         self.after: Group | None = None
         self.ring: RingWriter | None = None
         self.slots: torch.Tensor | None = None
-        self.reader: RingReader | None = None
-        self.frames: FrameReader | None = None
+        self.reader: FrameReader | None = None
         self.copy: HostCopy | None = None
         self._aborted = False
 
@@ -76,16 +75,11 @@ class Line(Group):
         """Receive into this ring from now on."""
         about = ring.describe()
         self.ring = ring
-        self.slots = torch.from_file(
-            f"/proc/self/fd/{about['fd']}",
-            shared=True,
-            size=int(about["file_bytes"]),
-            dtype=torch.uint8,
-        )
+        self.slots = map_for_any_thread(int(about["fd"]), int(about["file_bytes"]))
 
-    def follow(self, reader: RingReader) -> None:
+    def follow(self, ring: RingReader) -> None:
         """Read this ring from now on."""
-        self.reader, self.frames = reader, FrameReader(reader)
+        self.reader = FrameReader(ring)
 
     def unlead(self) -> None:
         """There is nobody to read the ring."""
@@ -121,10 +115,9 @@ class Line(Group):
                 group.close()
         if self.reader is not None:
             self.reader.abort()
-        if self.frames is not None:
-            self.frames.close()
+            self.reader.close()
         self.unlead()
-        self.before = self.after = self.reader = self.frames = self.copy = None
+        self.before = self.after = self.reader = self.copy = None
 
 
 def cuts(num_bytes: int, part_bytes: int) -> Iterator[tuple[int, int]]:
@@ -211,8 +204,8 @@ def receive_line(
         TransferError: a peer was lost, or the line was aborted. What was handed over until then stays
             with the loader.
     """
-    if line.frames is not None:
-        line.frames.receive(layout, load_weights)
+    if line.reader is not None:
+        line.reader.receive(layout, load_weights)
     elif line.ring is not None:
         _Leader(line, layout, load_weights).run()
     else:

@@ -36,6 +36,7 @@ from tests.conformance.test_line import (
     state,
     workers,
 )
+from tests.helpers import mapping_of
 
 __all__ = ["pool", "workers"]  # fixtures
 
@@ -48,14 +49,7 @@ def mapped(backend: str = "gloo", **more: Any) -> WeightTransferConfig:
 
 def file_of(model: torch.nn.Module) -> str:
     """The mapping in which a parameter lies: its permissions and the file's inode and name."""
-    address = model.get_parameter(FLAT).data_ptr()
-    with open("/proc/self/maps", encoding="utf-8") as maps:
-        for line in maps:
-            fields = line.split()
-            first, last = (int(part, 16) for part in fields[0].split("-"))
-            if first <= address < last:
-                return " ".join([fields[1], *fields[4:]])
-    return "nowhere"
+    return mapping_of(model.get_parameter(FLAT))
 
 
 def files_of(fleet: list[ProcessWorker]) -> list[str]:
