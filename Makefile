@@ -44,13 +44,13 @@ soak: $(STAMP) ## a random life of a fleet: 300 rounds, 20 minutes (SOAK_ARGS=..
 	$(PY) -m benchmarks.soak $(SOAK_ARGS)
 
 clean: ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist *.egg-info benchmarks/out recipes/out
+	rm -rf $(VENV) build dist *.egg-info rayxfer/*.so benchmarks/out recipes/out
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: the pin in constraints.txt decides which build it is before anything
 # that depends on torch is resolved.
-$(STAMP): setup.cfg constraints.txt
+$(STAMP): setup.cfg setup.py rayxfer/copies.c constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -c constraints.txt torch
 	$(PY) -m pip install -q -c constraints.txt -e '.[dev,hf,bench]' 'ray[default]'

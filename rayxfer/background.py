@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rayxfer.copying import copy_bits, copy_bytes, is_memory
+from rayxfer.copying import copy_bits, copy_bytes, is_memory, streams
 from rayxfer.engines import closing
 from rayxfer.errors import (
     BackendUnavailable,
@@ -121,12 +121,13 @@ class Snapshots:
             self._host = self._views = None
             wanted = {meta.name for meta in metadata}
             self._placed = {name: t for name, t in self._placed.items() if name in wanted}
+        stream = streams(sum(meta.num_bytes for meta in metadata))
         tensors: list[torch.Tensor] = []
         touched: set[torch.device] = set()
         for index, (meta, value, _) in enumerate(Reading(source, metadata)):
             place = places[index] if places is not None else self._place(meta, value.device)
             if place.device.type == "cpu" and is_memory(value):
-                copy_bytes(place.data_ptr(), value.data_ptr(), value.nbytes)
+                copy_bytes(place.data_ptr(), value.data_ptr(), value.nbytes, stream=stream)
             elif place.device == value.device:
                 copy_bits([place], [value])
             else:

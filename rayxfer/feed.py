@@ -140,17 +140,18 @@ class Feed:
             self._current = item[1]
         return item
 
-    def take(self, target: int, source: int, num_bytes: int) -> None:
+    def take(self, target: int, source: int, num_bytes: int, stream: bool = False) -> None:
         """Copy the next bytes of the tensor handed out last, in its order, from `source` (an address in
-        it) to `target`. The tensor's memory has to be its dense bytes, on the host."""
+        it) to `target`; with `stream` past the caches. The tensor's memory has to be its dense bytes, on
+        the host."""
         current = self._current
         if current is None or not self._by_address:
-            copy_bytes(target, source, num_bytes)
+            copy_bytes(target, source, num_bytes, stream=stream)
             return
         hasher = self._hasher
         if hasher is None:
             hasher = self._hasher = Hasher()
-        copy_bytes(target, source, num_bytes, hasher)
+        copy_bytes(target, source, num_bytes, hasher, stream=stream)
 
     def places(self, packed: Packed) -> Sequence[int] | None:
         """The addresses of these tensors, which are those to be handed out next: dense memory of the host,
@@ -173,7 +174,7 @@ class Feed:
             self.digests.extend(map(digest_memory, places, packed.sizes))
         self._count(packed, len(packed.sizes))
 
-    def pack(self, address: int, packed: Packed, start: int) -> int:
+    def pack(self, address: int, packed: Packed, start: int, stream: bool = False) -> int:
         """Copy to their places from `address` on those of `packed`'s tensors that come next, from `start`
         on, as long as they are small, and known to be dense memory of the host. Returns how many; they
         count as handed out."""
@@ -191,7 +192,7 @@ class Feed:
         if stop > start:
             targets = [address + offset for offset in packed.offsets[start:stop]]
             sources = standing.check(slice(self.handed, self.handed + stop - start))
-            copy_many(targets, sources, packed.sizes[start:stop], self.digests)
+            copy_many(targets, sources, packed.sizes[start:stop], self.digests, stream=stream)
             self._count(packed, stop)
         return stop - start
 

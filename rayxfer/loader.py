@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from rayxfer.census import Census
-from rayxfer.copying import copy_all, copy_bytes, has_memory, is_memory
+from rayxfer.copying import copy_all, copy_bytes, has_memory, is_memory, streams
 from rayxfer.digest import XXH3, Digest, digest, digest_memories, memory
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.metadata import ParamMeta, dtype_name
@@ -263,6 +263,7 @@ class _Places:
         targets: that target.
         addresses: of its memory, on the host.
         memories: of all targets in order, if each is its dense bytes on the host; else None.
+        streams: whether copies to them should go past the caches.
         freed: the name of one that has no memory at present.
     """
 
@@ -279,6 +280,7 @@ class _Places:
         flat = [place for places in targets for place in places]
         dense = all(p.address or (p.plain and not p.tensor.nbytes) for p in flat)
         self.memories = [memory(place.tensor) for place in flat] if dense else None
+        self.streams = streams(sum(place.tensor.nbytes for place in flat))
         self.freed = next((place.name for place in flat if place.freed), None)
 
     def in_memory(self, run: slice) -> bool:
@@ -609,7 +611,8 @@ class ModuleLoader(WeightLoader):
             for index, tensor in items:
                 for place in self._targets[index]:
                     if place.address and tensor.nbytes >= _LARGE_BYTES and is_memory(tensor):
-                        copy_bytes(place.address, tensor.data_ptr(), tensor.nbytes)
+                        source, stream = tensor.data_ptr(), self._places.streams
+                        copy_bytes(place.address, source, tensor.nbytes, stream=stream)
                         continue
                     if place.plain:
                         plain_targets.append(place.tensor)
@@ -629,7 +632,12 @@ class ModuleLoader(WeightLoader):
         mode = torch.inference_mode() if self._inference else torch.no_grad()
         with mode:
             for whole, copy in self._stage.values():
-                _compact(whole).copy_(_compact(copy))
+                target, value = _compact(whole), _compact(copy)
+                if is_memory(target) and is_memory(value):
+                    stream = self._places.streams
+                    copy_bytes(target.data_ptr(), value.data_ptr(), value.nbytes, stream=stream)
+                else:
+                    target.copy_(value)
         self._stage = {}
 
     def discard(self) -> None:

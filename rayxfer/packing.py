@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rayxfer.copying import streams
 from rayxfer.metadata import ParamMeta
 
 __all__ = ["ALIGNMENT_BYTES", "Bucket", "BucketPlan", "Piece", "as_bytes", "plan_buckets"]
@@ -173,6 +174,8 @@ class Layout:
         self.shared_bytes = max((n for n in sizes if n <= bucket_size_bytes), default=0)
         """The largest bucket but for those too long for one. Buffers have this size from the start:
         one that grew would stay beside its successor, for the sake of its views."""
+        self.streams = streams(self.plan.num_bytes)
+        """Whether copies to where the weights stay should go past the caches."""
         self.starts: list[int] = []
         """Where each bucket begins, in a file that holds all of them."""
         self.file_bytes = 0

@@ -124,8 +124,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 SIZES: dict[str, Callable[..., int]] = {
-    "copy_bytes": lambda target, source, num_bytes, hasher=None: num_bytes,
-    "copy_many": lambda targets, sources, sizes, digests: sum(sizes),
+    "copy_bytes": lambda target, source, num_bytes, hasher=None, stream=False: num_bytes,
+    "copy_many": lambda targets, sources, sizes, digests, stream=False: sum(sizes),
 }
 """The copies of ours that torch does not see (`rayxfer.copying`), and how much each is."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -63,9 +64,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     original = rayxfer.feed.copy_bytes
 
-    def counted(target: int, source: int, num_bytes: int, *rest: object) -> None:
+    def counted(target: int, source: int, num_bytes: int, *rest: Any, **options: Any) -> None:
         seen.append(num_bytes)
-        original(target, source, num_bytes, *rest)  # type: ignore[arg-type]
+        original(target, source, num_bytes, *rest, **options)
 
     monkeypatch.setattr(rayxfer.feed, "copy_bytes", counted)
     return seen

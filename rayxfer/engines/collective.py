@@ -21,7 +21,7 @@ from rayxfer.copying import copy_many, is_memory
 from rayxfer.errors import ConfigError, ContractError
 from rayxfer.memfile import map_for_any_thread
 from rayxfer.metadata import ParamMeta, metadata_from_wire
-from rayxfer.packing import Bucket, Layout, Packed, as_bytes, plain, unpack, view_piece
+from rayxfer.packing import Bucket, Layout, as_bytes, plain, unpack, view_piece
 
 __all__ = [
     "Group",
@@ -235,15 +235,18 @@ def fill(
     bucket: Bucket,
     iterator: Iterator[tuple[str, torch.Tensor]],
     buffer: torch.Tensor,
+    *,
+    stream: bool = False,
 ) -> None:
-    """Take the bucket's tensors from the stream and copy them to their places in a kept buffer."""
+    """Take the bucket's tensors from the iterator and copy them to their places in a kept buffer; with
+    `stream` past the caches (see `copying.py`)."""
     on_host = buffer.device.type == "cpu"
     address, pieces, done = buffer.data_ptr(), bucket.pieces, 0
     packed = layout.packed[bucket.index]
     with torch.no_grad():
         while done < len(pieces):
             pack = getattr(iterator, "pack", None) if on_host else None
-            if pack is not None and (count := pack(address, packed, done)):
+            if pack is not None and (count := pack(address, packed, done, stream)):
                 done += count
                 continue
             piece = pieces[done]
@@ -252,7 +255,7 @@ def fill(
             if not piece.num_bytes:
                 pass
             elif take is not None and is_memory(tensor):
-                take(address + piece.offset_bytes, tensor.data_ptr(), piece.num_bytes)
+                take(address + piece.offset_bytes, tensor.data_ptr(), piece.num_bytes, stream)
             else:
                 _view(layout, bucket, buffer, done).copy_(tensor)
             done += 1
@@ -343,14 +346,18 @@ def landing_for(load_weights: LoadWeights, name: str, device: torch.device) -> t
     return place if place is not None and place.device == device else None
 
 
-def land(packed: Packed, base: int, offsets: Sequence[int], load_weights: LoadWeights) -> bool:
+def land(
+    layout: Layout, bucket: Bucket, base: int, offsets: Sequence[int], load_weights: LoadWeights
+) -> bool:
     """Copy a bucket's tensors from host memory (at these offsets from an address) straight to the loader's
     own places. False, and nothing done, where it has not a plain place for every one of them."""
+    packed = layout.packed[bucket.index]
     find = getattr(load_weights, "landings", None)
     places = find(packed.names, packed.sizes) if find is not None else None
     if places is None:
         return False
-    copy_many(places, [base + offset for offset in offsets], packed.sizes, None)
+    sources = [base + offset for offset in offsets]
+    copy_many(places, sources, packed.sizes, None, stream=layout.streams)
     load_weights.landed_all(packed.names)  # type: ignore[attr-defined]
     return True
 
@@ -359,8 +366,8 @@ def deliver(
     layout: Layout, bucket: Bucket, buffer: torch.Tensor, load_weights: LoadWeights
 ) -> None:
     """Hand over a bucket in a kept buffer: views where the loader only copies, else its own memory."""
-    packed = layout.packed[bucket.index]
-    if buffer.is_cpu and land(packed, buffer.data_ptr(), packed.offsets, load_weights):
+    offsets = layout.packed[bucket.index].offsets
+    if buffer.is_cpu and land(layout, bucket, buffer.data_ptr(), offsets, load_weights):
         return
     views = layout.views(bucket, buffer)
     if not getattr(load_weights, "copies_only", False):

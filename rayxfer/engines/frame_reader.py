@@ -129,7 +129,7 @@ class FrameReader:
             for some in views:
                 keep(some, file, claim)
         else:
-            self._take([_items(some) for some in views], load, threads)
+            self._take([_items(some) for some in views], load, threads, layout.streams)
         return frame[:KEY_BYTES]
 
     @staticmethod
@@ -144,7 +144,7 @@ class FrameReader:
         for name, offset, size in zip(packed.names, offsets, packed.sizes, strict=True):
             if offset + size > end:
                 raise ContractError(f"shm: {name!r} is said to lie past its file's end")
-        if land(packed, file.address, offsets, load):
+        if land(layout, bucket, file.address, offsets, load):
             return
         views = _views(layout, bucket, file, iter(places))
         if not getattr(load, "copies_only", False):
@@ -170,6 +170,7 @@ class FrameReader:
         buckets: list[list[_Item]],
         load_weights: LoadWeights,
         threads: int,
+        stream: bool,
     ) -> None:
         """Copy tensors to their own places in the worker, all at once; what has no such place is copied to
         memory of its own and given away, bucket by bucket."""
@@ -182,7 +183,7 @@ class FrameReader:
                 if place is not None:
                     copies.append((place.data_ptr(), item.address, item.num_bytes))
                     landed.append(item.name)
-        self._copy(copies, threads, progress)
+        self._copy(copies, threads, stream, progress)
         for name in landed:
             load_weights.landed(name)  # type: ignore[attr-defined]
         done = frozenset(landed)
@@ -193,7 +194,7 @@ class FrameReader:
                 if item.name not in done
             ]
             copies = [(t.data_ptr(), item.address, item.num_bytes) for item, t in own if t.nbytes]
-            self._copy(copies, threads, progress)
+            self._copy(copies, threads, stream, progress)
             if own:
                 load_weights([(item.name, tensor) for item, tensor in own])
 
@@ -201,6 +202,7 @@ class FrameReader:
         self,
         copies: list[tuple[int, int, int]],
         threads: int,
+        stream: bool,
         progress: Callable[[int], None] | None,
     ) -> None:
         """Copy (to, from, bytes), this thread taking its share."""
@@ -218,7 +220,7 @@ class FrameReader:
                     to, source, size = todo.popleft()
                 except IndexError:
                     return
-                copy_bytes(to, source, size)
+                copy_bytes(to, source, size, stream=stream)
                 if report is not None:
                     report(0)
 
@@ -245,7 +247,7 @@ class FrameReader:
         for start in range(0, bucket.num_bytes, ring.slot_bytes):
             part = target[start : start + ring.slot_bytes]
             slot = ring.slot()
-            copy_bytes(part.data_ptr(), slot.data_ptr(), part.numel())
+            copy_bytes(part.data_ptr(), slot.data_ptr(), part.numel(), stream=layout.streams)
             ring.release()
             if progress is not None:
                 progress(0)

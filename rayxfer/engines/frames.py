@@ -165,7 +165,7 @@ class _Ahead:
         return self._seen.pop(0) if self._seen else next(self._iterator)
 
     @property
-    def take(self) -> Callable[[int, int, int], None] | None:
+    def take(self) -> Callable[..., None] | None:
         """The iterator's own, where the tensor in hand is the last that it gave."""
         return self._take if not self._seen else None
 
@@ -174,7 +174,7 @@ class _Ahead:
         return None if self._places is None or self._seen else self._places(packed)
 
     @property
-    def pack(self) -> Callable[[int, Packed, int], int] | None:
+    def pack(self) -> Callable[..., int] | None:
         """The iterator's own, where it gives the next tensor."""
         return self._pack if not self._seen else None
 
@@ -265,7 +265,8 @@ def send_version(
     told = version_frames(ring)
     for bucket, base in zip(layout.plan.buckets, layout.starts, strict=True):
         if bucket.num_bytes:
-            fill(layout, bucket, iterator, file.bytes[base : base + bucket.num_bytes])
+            place = file.bytes[base : base + bucket.num_bytes]
+            fill(layout, bucket, iterator, place, stream=layout.streams)
             told.add(file.about, layout.in_file(bucket), bucket.num_bytes)
         else:
             fill(layout, bucket, iterator, _NOTHING)

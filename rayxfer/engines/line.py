@@ -401,7 +401,8 @@ class _Leader(Receiver):
                 place if place is not None else torch.empty(bucket.num_bytes, dtype=torch.uint8)
             )
         assert self._target is not None
-        copy_bytes(self._target[start:end].data_ptr(), buffer.data_ptr(), end - start)
+        target, stream = self._target[start:end], self._layout.streams
+        copy_bytes(target.data_ptr(), buffer.data_ptr(), end - start, stream=stream)
         if end < bucket.num_bytes:
             self._progress(end - start)
             return

@@ -205,8 +205,8 @@ def _hand_over(
     layout: Layout, bucket: Bucket, buffer: torch.Tensor | None, load_weights: LoadWeights
 ) -> None:
     """A bucket in memory that must not be written to and is soon gone: nothing of it is kept."""
-    packed = layout.packed[bucket.index]
-    if buffer is not None and land(packed, buffer.data_ptr(), packed.offsets, load_weights):
+    offsets = layout.packed[bucket.index].offsets
+    if buffer is not None and land(layout, bucket, buffer.data_ptr(), offsets, load_weights):
         return
     if buffer is None or getattr(load_weights, "copies_only", False):
         deliver_alone(layout, bucket, buffer, load_weights, landed=False)
