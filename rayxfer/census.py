@@ -8,6 +8,7 @@ at; later `holds` compares without making a name.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,11 +31,6 @@ class Census:
         self.tensors = named_tensors(module)
         self._module = module
         self.exact = False
-        self.renew()
-
-    def renew(self) -> None:
-        """Take it anew, for the same tensors: their memory may be another."""
-        module = self._module
         try:
             self._structure, values = _walk(module)
         except (AttributeError, KeyError, TypeError):  # a scripted module keeps them elsewhere
@@ -43,7 +39,14 @@ class Census:
         all_there = all(id(tensor) in found for tensor in self.tensors.values())
         if is_plain_module(module) and all_there and all(map(_has_memory, values)):
             self._geometry = _geometry(values)
+            self._identities = list(map(id, values))
             self.exact = True
+
+    def moved(self, addresses: Mapping[int, int]) -> None:
+        """Tensors, by their `id`, have other memory now, which begins there; all else is as before."""
+        if self.exact:
+            before = self._geometry[0]
+            self._geometry[0] = list(map(addresses.get, self._identities, before))
 
     def holds(self, module: torch.nn.Module) -> bool:
         """Whether `module` is the same, with the same tensors under the same names, in the same

@@ -202,6 +202,11 @@ class WeightLoader:
         """Whether `loaded_digests` are of what others use as well."""
         return False
 
+    @property
+    def commits_at_once(self) -> bool:
+        """Whether `commit` has no bytes to move."""
+        return False
+
     def commit(self) -> None:
         """The version was recorded: make it the live one (staged loads)."""
 

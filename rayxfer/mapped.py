@@ -110,13 +110,22 @@ class MappedLoader(ModuleLoader):
     def commit(self) -> None:
         for _, claim in self._claims.values():
             claim.going()
-        self._leave_files()
+        moved = self._leave_files()
+        if moved:
+            self._locate(self._own)
         super().commit()
         movable = self._memo["movable"]
         for index, tensor in self._kept.items():
+            address = tensor.data_ptr()
             for mine in movable[index]:
                 mine.data = tensor
-        self._check_places()
+                moved[id(mine)] = address
+            self._own[index][0].address = address
+        self._memo["places"] = None
+        census = self._memo["census"]
+        census.moved(moved)
+        if not census.holds_memory(self._module):
+            self._check_places()
         self._kept = {}
         before = self._memo.get("file")
         for file, claim in self._claims.values():
@@ -126,17 +135,19 @@ class MappedLoader(ModuleLoader):
                 before.forget_writes()
                 self._memo["left"] = before
         self._claims = {}
-        for places in self._own:
+
+    @staticmethod
+    def _locate(targets: list[list[Any]]) -> None:
+        for places in targets:
             for place in places:
                 place.locate()
-        self._memo["places"] = None
-        self._memo["census"].renew()
 
-    def _leave_files(self) -> None:
+    def _leave_files(self) -> dict[int, int]:
         """Give memory of its own to what was mapped until now and is staged this time: the file that it
-        lies in is about to be left."""
+        lies in is about to be left. Returns the addresses of those tensors, by `id`."""
+        moved: dict[int, int] = {}
         if not self._stage or not self._claims or self._memo.get("file") is None:
-            return
+            return moved
         file: ForeignFile = self._memo["file"]
         groups = _tied(named_tensors(self._module))
         for base, _ in self._stage.values():
@@ -144,6 +155,8 @@ class MappedLoader(ModuleLoader):
                 own = torch.empty_like(base, requires_grad=False)
                 for mine in groups[tie_key(base)]:
                     mine.data = own
+                    moved[id(mine)] = own.data_ptr()
+        return moved
 
     def _check_places(self) -> None:
         """What was proven is the file; that the module uses it is seen here.
@@ -175,6 +188,10 @@ class MappedLoader(ModuleLoader):
     @property
     def proves_shared(self) -> bool:
         return bool(self._kept)
+
+    @property
+    def commits_at_once(self) -> bool:
+        return not self._stage
 
     def _held(self, live: dict[str, torch.Tensor], index: int, place: Any) -> torch.Tensor:
         kept = self._kept.get(index)

@@ -560,10 +560,17 @@ class WorkerSession:
         current = self._current(message)
         if not current.finished:
             raise StateError(f"commit before finish in round {round_id}")
-        quick = self._binding.reset_cache is None and self._config.load_mode == "in_place"
-        if quick:  # nothing that could take long: no thread, no second call
+        if self._is_quick(current):  # nothing that could take long: no thread, no second call
             return {"done": True, **self._commit(current)}
         return self._drive(key, lambda: self._commit(current), message)
+
+    def _is_quick(self, current: Round) -> bool:
+        binding = self._binding
+        if binding.reset_cache is not None:
+            return False
+        hooks = binding.pause is not None or binding.finish_update is not None
+        in_place = self._config.load_mode == "in_place"
+        return in_place or (current.loader.commits_at_once and not hooks)
 
     def _commit(self, current: Round) -> dict[str, Any]:
         try:

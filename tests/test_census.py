@@ -113,6 +113,20 @@ def test_another_layout_of_the_same_memory_is_noticed() -> None:
     assert not census.holds(one)
 
 
+def test_memory_that_moved_as_was_said_is_no_change() -> None:
+    one = model()
+    census, weight, other = Census(one), one[0].square.weight, one[0].shown
+    weight.data = weight.detach().clone()
+    census.moved({id(weight): weight.data_ptr()})
+    assert census.holds(one)
+    assert census.holds_memory(one)
+    other.data = other.clone()  # but not another's
+    assert not census.holds(one)
+    assert not census.holds_memory(one)
+    census.moved({id(other): other.data_ptr() + 8})
+    assert not census.holds_memory(one)
+
+
 def test_another_module_is_another() -> None:
     one = model()
     assert not Census(one).holds(model())

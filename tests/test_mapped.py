@@ -12,7 +12,14 @@ import tracemalloc
 import pytest
 import torch
 
-from rayxfer import ConfigError, ModuleSource, PartialUpdate, TransferError, WeightTransferConfig
+from rayxfer import (
+    ConfigError,
+    ContractError,
+    ModuleSource,
+    PartialUpdate,
+    TransferError,
+    WeightTransferConfig,
+)
 from rayxfer.binding import Binding
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.engines.versions import Versions
@@ -488,3 +495,39 @@ def test_looking_for_own_pages_takes_little_memory() -> None:
         tracemalloc.stop()
     mine.bytes[-1] = 1
     assert _own_pages(mine.address, file.num_bytes) is True
+
+
+def test_what_the_worker_changes_between_rounds_is_seen_by_the_next() -> None:
+    """A commit notes where the weights went without looking at all of them again."""
+    model, receiver = Zoo(), Zoo(1)
+    with LocalController([receiver], MAPPED) as controller:
+        for _ in range(2):
+            controller.sync_weights(model)
+        receiver.large = torch.nn.Parameter(torch.zeros_like(receiver.large), requires_grad=False)
+        for _ in range(2):
+            _change(model, 1)
+            controller.sync_weights(model)
+            assert_same_bytes(model.state_dict(), receiver.state_dict())
+        right = receiver.large
+        receiver.large = torch.nn.Parameter(torch.zeros(3, dtype=right.dtype), requires_grad=False)
+        before = _bytes(receiver)
+        with pytest.raises(ContractError, match="shape mismatch at 'large'"):
+            controller.sync_weights(model)
+        assert _bytes(receiver) == before
+        receiver.large = right
+        _change(model, 1)
+        controller.sync_weights(model)
+        assert_same_bytes(model.state_dict(), receiver.state_dict())
+
+
+def test_a_pause_is_not_waited_for_in_the_commits_own_call() -> None:
+    """Where a worker has nothing to pause a mapped commit needs no thread; where it has, it does."""
+    model = Zoo()
+    threads: list[str] = []
+    for pause in (None, lambda mode: threads.append(threading.current_thread().name)):
+        binding = Binding(Zoo(1), pause=pause, resume=None if pause is None else lambda: None)
+        with LocalController([binding], MAPPED) as controller:
+            controller.sync_weights(model)
+            assert_same_bytes(model.state_dict(), binding.model.state_dict())
+    assert threads
+    assert all("commit" in name for name in threads)
