@@ -1,4 +1,4 @@
-"""What takes turns: rayxfer in each of its ways, and the memory copy that limits them all. What a
+"""What takes turns: rayxfer in each of its ways, and the memory copy that all are measured by. What a
 user would pick instead is in `benchmarks.peers`."""
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Contender(ABC):
 
 
 class Memcpy(Contender):
-    """The limit: one thread of one process copies into warm memory, once per worker."""
+    """One thread of one process copies into warm memory, once per worker: torch's own copy."""
 
     def __init__(self, stage: Stage, spec: Spec) -> None:
         super().__init__(stage, spec)

@@ -15,7 +15,7 @@ import ray
 from benchmarks.cluster import restart
 from benchmarks.contenders import MODES, Contender, Spec, Stage, Unavailable
 from benchmarks.memory import Peaks, pss_bytes
-from benchmarks.peers import LIMIT, OWN_SENDER, PEERS, peer_class, peer_sender, peer_workers
+from benchmarks.peers import MEMCPY, OWN_SENDER, PEERS, peer_class, peer_sender, peer_workers
 from benchmarks.sections import Out, Plan
 from benchmarks.shapes import num_bytes, shapes_of
 from benchmarks.turns import check, make
@@ -33,7 +33,7 @@ def memory(plan: Plan) -> Out:
     shapes = shapes_of(plan.shapes, plan.sweep_bytes, plan.tensors)
     out: Out = {"rows": [], "skipped": {}, "flat": []}
     for way in (*plan.peers, *plan.ways):
-        if way == LIMIT:
+        if way == MEMCPY:
             continue
         count = max(plan.worker_counts) if MODES.get(way) == "mapped" else 1
         spec = Spec(way, "" if way in PEERS else "off", count)

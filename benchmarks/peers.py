@@ -32,8 +32,8 @@ PEERS = {
 }
 """Name → its class. A module is only imported when its peer is asked for."""
 
-LIMIT = "memcpy"
-"""No peer, but the limit: what "the best peer" is never."""
+MEMCPY = "memcpy"
+"""No peer, but what all are measured by: "the best peer" is never this."""
 
 _TMPFS = "/dev/shm"
 

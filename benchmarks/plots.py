@@ -10,9 +10,9 @@ from benchmarks.results import label
 
 Out = dict[str, Any]
 
-_OURS, _PEER, _LIMIT_COLOR = "#1f6fb4", "#b8b8b8", "#222222"
+_OURS, _PEER, _MEMCPY_COLOR = "#1f6fb4", "#b8b8b8", "#222222"
 _CYCLE = ("#1f6fb4", "#e08a1e", "#3a923a", "#8a5fb0", "#c03d3e", "#7f7f7f", "#17becf")
-_LIMIT = "memcpy"
+_MEMCPY = "memcpy"
 _PHASES = ("begin", "connect", "prepare", "update", "finish", "commit", "rest")
 
 
@@ -64,17 +64,17 @@ def _work(row: dict[str, Any]) -> str:
 def _overview(out: Out, axes: Any) -> None:
     from matplotlib.patches import Patch
 
-    rows = [row for row in out["headline"]["rows"] if row["way"] != _LIMIT]
+    rows = [row for row in out["headline"]["rows"] if row["way"] != _MEMCPY]
     rows.sort(key=lambda row: row["gigabytes_per_second"])
     speeds = [row["gigabytes_per_second"] for row in rows]
     colors = [_OURS if row["verify"] else _PEER for row in rows]
     bars = axes.barh([label(row) for row in rows], speeds, color=colors)
     axes.bar_label(bars, fmt="%.1f", padding=3)
     for row in out["headline"]["rows"]:
-        if row["way"] == _LIMIT:
+        if row["way"] == _MEMCPY:
             limit = row["gigabytes_per_second"]
-            text = f"memcpy in one process, the limit: {limit:.1f}"
-            axes.axvline(limit, color=_LIMIT_COLOR, linestyle="--", label=text)
+            text = f"memcpy, one thread of one process: {limit:.1f}"
+            axes.axvline(limit, color=_MEMCPY_COLOR, linestyle="--", label=text)
     handles, _ = axes.get_legend_handles_labels()
     handles.append(Patch(color=_OURS, label="rayxfer: versioned, all or nothing"))
     handles.append(Patch(color=_PEER, label="other ways"))
@@ -102,8 +102,8 @@ def _lines(rows: list[dict[str, Any]], axes: Any, x: str, y: Callable[[Any], flo
     ways = dict.fromkeys(label(row) for row in rows)
     for index, way in enumerate(ways):
         points = sorted((row[x], y(row)) for row in rows if label(row) == way)
-        limit = way.startswith(_LIMIT)
-        style = {"color": _LIMIT_COLOR, "linestyle": "--"} if limit else {}
+        limit = way.startswith(_MEMCPY)
+        style = {"color": _MEMCPY_COLOR, "linestyle": "--"} if limit else {}
         style = style or {"color": _CYCLE[(index - 1) % len(_CYCLE)], "marker": "o"}
         axes.plot(*zip(*points, strict=True), label=way, **style)
     axes.legend(fontsize=7, loc="best")
@@ -115,13 +115,13 @@ def _ticks(axes: Any, values: list[float], labels: list[str]) -> None:
 
 
 def _workers(out: Out, axes: Any) -> None:
-    rows = [row for row in out["workers"]["rows"] if row["way"] != _LIMIT]
-    limits = [row for row in out["workers"]["rows"] if row["way"] == _LIMIT]
+    rows = [row for row in out["workers"]["rows"] if row["way"] != _MEMCPY]
+    limits = [row for row in out["workers"]["rows"] if row["way"] == _MEMCPY]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     if limits:
         one = sum(row["median_s"] for row in limits) / len(limits) * 1e3
-        axes.axhline(one, color=_LIMIT_COLOR, linestyle="--", label="one memcpy")
+        axes.axhline(one, color=_MEMCPY_COLOR, linestyle="--", label="one memcpy")
     for index, way in enumerate(dict.fromkeys(label(row) for row in rows)):
         points = sorted((r["workers"], r["median_s"] * 1e3) for r in rows if label(r) == way)
         color = _CYCLE[index % len(_CYCLE)]
@@ -166,7 +166,7 @@ def _models(out: Out, axes: Any) -> None:
     for index, way in enumerate(ways):
         picked = [row for row in rows if label(row) == way]
         at = [names.index(f"{r['case']}\n{r['tensors']:,} tensors") for r in picked]
-        color = _LIMIT_COLOR if way.startswith(_LIMIT) else _CYCLE[(index - 1) % len(_CYCLE)]
+        color = _MEMCPY_COLOR if way.startswith(_MEMCPY) else _CYCLE[(index - 1) % len(_CYCLE)]
         places = [place + (index - (len(ways) - 1) / 2) * width for place in at]
         speeds = [row["gigabytes_per_second"] for row in picked]
         axes.bar(places, speeds, width, label=way, color=color)

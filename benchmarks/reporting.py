@@ -15,6 +15,7 @@ import ray
 import torch
 
 import rayxfer
+from rayxfer.copying import can_stream
 
 PHASES = ("begin", "connect", "prepare", "update", "finish", "commit")
 
@@ -46,6 +47,7 @@ def environment() -> dict[str, Any]:
         "ray": ray.__version__,
         **{name: _version(name) for name in ("numpy", "safetensors", "torchrl", "tensordict")},
         "rayxfer": rayxfer.__version__,
+        "streams": can_stream(),
         "commit": _commit(),
     }
 

@@ -12,10 +12,10 @@ Out = dict[str, Any]
 Row = dict[str, Any]
 
 _PHASES = ("begin", "connect", "prepare", "update", "finish", "commit", "rest")
-_LIMIT = "memcpy"
+_MEMCPY = "memcpy"
 
 LABELS = {
-    "memcpy": "memcpy in one process (the limit)",
+    "memcpy": "memcpy, one thread of one process",
     "ray_put": "ray.put(state_dict)",
     "ray_put_zero_copy": "ray.put, zero-copy tensors",
     "safetensors_tmpfs": "safetensors through tmpfs",
@@ -35,11 +35,12 @@ def label(row: Row) -> str:
 def machine(out: Out) -> str:
     """One paragraph: where and when."""
     where = out["environment"]
+    copies = "streamed copies" if where.get("streams") else "plain copies"
     load = f"load {out['load_before'][0]:.2f} at the start, {out['load_after'][0]:.2f} at the end"
     return (
         f"At {where['commit']}: {where['cores']} cores ({where['cpu']}), "
         f"{where['memory_bytes'] / 2**30:.0f} GiB, Python {where['python']}, torch {where['torch']}, "
-        f"Ray {where['ray']}; {load}; {out['wall_s']:.0f} s in all."
+        f"Ray {where['ray']}, {copies}; {load}; {out['wall_s']:.0f} s in all."
     )
 
 
@@ -55,7 +56,7 @@ def overview(out: Out) -> str:
             [
                 name,
                 f"{row['gigabytes_per_second']:.2f}",
-                _maybe(ratio.get(_LIMIT), lambda x: f"{x:.0%}"),
+                _maybe(ratio.get(_MEMCPY), lambda x: f"{x:.0%}"),
                 _maybe(ratio.get("ray_put"), lambda x: f"{x:.1f}"),
             ]
         )
@@ -110,7 +111,7 @@ def fleet(out: Out) -> str:
     cells = []
     for row in out["fleet"]["rows"]:
         times = [f"{row[key]:.3f}" for key in ("median_s", "min_s", "max_s")]
-        cost = _maybe(row["speed_ratio"].get(_LIMIT), lambda x: f"{1 / x:.2f}")
+        cost = _maybe(row["speed_ratio"].get(_MEMCPY), lambda x: f"{1 / x:.2f}")
         cells.append([row["name"], str(row["workers"]), *times, cost])
     return f"{_work(out, 'fleet', workers=False)}\n\n{table(head, cells)}"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import reporting
 from benchmarks.contenders import MODES, Rayxfer, Spec, Stage, ping_all
-from benchmarks.peers import LIMIT, PEERS
+from benchmarks.peers import MEMCPY, PEERS
 from benchmarks.shapes import MODELS, equal_shapes, shapes_of
 from benchmarks.turns import TooLarge, check, check_memory, measure, measure_on, row
 
@@ -81,7 +81,7 @@ def fleet(plan: Plan) -> Out:
     shapes = shapes_of(plan.shapes, plan.size_bytes, plan.tensors)
     few, most = min(plan.worker_counts), max(plan.worker_counts)
     between = [count for count in plan.worker_counts if few < count < most]
-    specs = plan.some([LIMIT])
+    specs = plan.some([MEMCPY])
     specs += [spec for count in between for spec in plan.some(["shm"], workers=count)]
     specs += [spec for count in (few, most) for spec in plan.some(["shm_mapped"], workers=count)]
     return measure(specs, {"": shapes}, plan.repeats, "fleet")
@@ -92,7 +92,7 @@ def workers(plan: Plan) -> Out:
     shapes = shapes_of(plan.shapes, plan.sweep_bytes, plan.tensors)
     ways = ("shm", "shm_mapped", "gloo", "gloo_broadcast", "ray_put_zero_copy")
     groups = [
-        plan.some([LIMIT]) + plan.some(ways, workers=count)
+        plan.some([MEMCPY]) + plan.some(ways, workers=count)
         for count in sorted(plan.worker_counts, reverse=True)
     ]
     check_memory(groups[0], {"": shapes}, "workers")
@@ -111,7 +111,7 @@ def sizes(plan: Plan) -> Out:
     """By model size, of Llama's shapes. One group per size; the largest with few contenders."""
     parts = []
     for size in plan.sizes:
-        ways = (LIMIT, "shm", "gloo", "gloo_broadcast", "ray_put_zero_copy")
+        ways = (MEMCPY, "shm", "gloo", "gloo_broadcast", "ray_put_zero_copy")
         specs = plan.some(ways if size <= 1024 * _MIB else ways[:2], case=_size(size))
         cases = {_size(size): shapes_of("llama", size)}
         parts.append(_try(specs, cases, plan, f"sizes: {_size(size)}"))
@@ -121,7 +121,7 @@ def sizes(plan: Plan) -> Out:
 def tensors(plan: Plan) -> Out:
     """The same bytes in few and in many tensors, all in one group."""
     cases = {f"{n:,} tensors": equal_shapes(plan.sweep_bytes, n) for n in plan.tensor_counts}
-    ways = (LIMIT, "shm", "gloo", "gloo_broadcast")
+    ways = (MEMCPY, "shm", "gloo", "gloo_broadcast")
     specs = [spec for case in cases for spec in plan.some(ways, case=case)]
     return measure(specs, cases, plan.repeats, "tensors")
 
@@ -129,7 +129,7 @@ def tensors(plan: Plan) -> Out:
 def many(plan: Plan) -> Out:
     """The headline's bytes in few and in many tensors: what tensors cost where bytes are not few."""
     cases = {f"{n:,} tensors": equal_shapes(plan.size_bytes, n) for n in plan.many_counts}
-    specs = [spec for case in cases for spec in plan.some((LIMIT, "shm"), case=case)]
+    specs = [spec for case in cases for spec in plan.some((MEMCPY, "shm"), case=case)]
     return measure(specs, cases, plan.repeats, "many")
 
 
@@ -137,7 +137,7 @@ def models(plan: Plan) -> Out:
     """Real models' shapes, scaled to one size. One group per model."""
     parts = []
     for name in plan.models:
-        specs = plan.some((LIMIT, "shm", "gloo", "gloo_broadcast"), case=name)
+        specs = plan.some((MEMCPY, "shm", "gloo", "gloo_broadcast"), case=name)
         if "shm" in plan.ways:
             specs.insert(1, Spec("shm", "on", case=name))
         cases = {name: shapes_of(name, plan.sweep_bytes)}

@@ -10,7 +10,7 @@ from typing import Any
 Row = dict[str, Any]
 Out = dict[str, Any]
 
-_LIMIT = "memcpy"
+_MEMCPY = "memcpy"
 _MIB = 1 << 20
 MAPPED_SLACK_BYTES = 64 * _MIB
 
@@ -58,7 +58,7 @@ def times_as_fast(row: Row | None, other: Row | None) -> float | None:
 
 def best_peer(rows: Sequence[Row]) -> Row | None:
     """The fastest of the peers; the memory copy is none."""
-    peers = [row for row in rows if not row["verify"] and row["way"] != _LIMIT]
+    peers = [row for row in rows if not row["verify"] and row["way"] != _MEMCPY]
     return min(peers, key=lambda row: row["median_s"], default=None)
 
 
@@ -82,7 +82,7 @@ def _headline(out: Out) -> list[Verdict]:
     rows = _rows(out, "headline")
     workers = rows[0]["workers"] if rows else 1
     placed, plain = (find(rows, way, "off") for way in ("shm_placed", "shm"))
-    limit, put, best = find(rows, _LIMIT), find(rows, "ray_put"), best_peer(rows)
+    limit, put, best = find(rows, _MEMCPY), find(rows, "ray_put"), best_peer(rows)
     note = f"best peer: {best['name']}" if best is not None else ""
     to = "" if workers == 1 else f", {workers} workers"
     made = []
@@ -108,7 +108,7 @@ def _headline(out: Out) -> list[Verdict]:
 
 def _workers(out: Out) -> list[Verdict]:
     rows = _rows(out, "fleet")
-    limit = find(rows, _LIMIT)
+    limit = find(rows, _MEMCPY)
     made = [
         Verdict(
             f"shm, source anywhere, {count} workers: x one memcpy",

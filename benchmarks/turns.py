@@ -12,7 +12,7 @@ import psutil
 
 from benchmarks import reporting
 from benchmarks.contenders import MODES, Contender, Rayxfer, Spec, Stage, Unavailable
-from benchmarks.peers import LIMIT, OVER_GLOO, OWN_SENDER, PEERS, peer_class
+from benchmarks.peers import MEMCPY, OVER_GLOO, OWN_SENDER, PEERS, peer_class
 from benchmarks.shapes import Shapes, num_bytes
 
 
@@ -124,22 +124,22 @@ def row(contender: Contender, samples: Sequence[float]) -> dict[str, Any]:
 
 
 def add_ratios(rows: Sequence[dict[str, Any]]) -> None:
-    """To each row, how many times as fast as each peer it is, where both did the same work. A copy
-    to one worker is the limit for any number of them."""
+    """To each row, how many times as fast as each peer it is, where both did the same work. A memcpy
+    is to one worker, whatever the number of them."""
     for made in rows:
         made["speed_ratio"] = {
             other["way"]: other["median_s"] / made["median_s"]
             for other in rows
             if other["case"] == made["case"]
             and other["way"] in PEERS
-            and (other["workers"] == made["workers"] or other["way"] == LIMIT)
+            and (other["workers"] == made["workers"] or other["way"] == MEMCPY)
         }
 
 
 def copies_held(specs: Sequence[Spec]) -> int:
     """How many copies of one case's weights are in memory at once, at the most."""
-    peers = [spec for spec in specs if spec.way in PEERS and spec.way != LIMIT]
-    copies = 1 + sum(spec.workers for spec in specs if spec.way == LIMIT)
+    peers = [spec for spec in specs if spec.way in PEERS and spec.way != MEMCPY]
+    copies = 1 + sum(spec.workers for spec in specs if spec.way == MEMCPY)
     copies += max((spec.workers for spec in peers), default=0)
     copies += len({spec.way in OVER_GLOO for spec in peers if spec.way in OWN_SENDER})  # senders
     copies += 3 * bool(peers)  # on the way, and what Ray's store keeps of what went before
