@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from rayxfer.metadata import in_parts
 from rayxfer.source import USUAL, addresses_of, is_plain_module, named_tensors
 
 __all__ = ["Census"]
@@ -95,7 +96,8 @@ def _geometry(tensors: list[torch.Tensor]) -> list[Any]:
     return [
         addresses_of(tensors),
         [tensor.shape for tensor in tensors],
-        [tensor.stride() for tensor in tensors],
+        # the strides of what is contiguous follow from its shape, and to ask for them costs twice as much
+        [None if tensor.is_contiguous() else tensor.stride() for tensor in tensors],
         [tensor.dtype for tensor in tensors],
     ]
 
@@ -103,12 +105,27 @@ def _geometry(tensors: list[torch.Tensor]) -> list[Any]:
 def _has_geometry(tensors: list[torch.Tensor], geometry: list[Any]) -> bool:
     """Compared one by one: lists of ten thousand shapes that live at a time bring on Python's garbage
     collector, which looks at all of the process."""
-    addresses, shapes, strides, dtypes = geometry
-    return (
+    return len(tensors) == len(geometry[0]) and in_parts(_are, tensors, *geometry)
+
+
+def _are(
+    tensors: list[torch.Tensor],
+    addresses: list[int],
+    shapes: list[torch.Size],
+    strides: list[tuple[int, ...] | None],
+    dtypes: list[torch.dtype],
+) -> bool:
+    if not (
         addresses_of(tensors) == addresses
         and all(map(operator.eq, map(_SHAPE, tensors), shapes))
-        and all(map(operator.eq, map(torch.Tensor.stride, tensors), strides))
         and all(map(operator.is_, map(_DTYPE, tensors), dtypes))
+    ):
+        return False
+    if not any(strides):
+        return all(map(torch.Tensor.is_contiguous, tensors))
+    return all(
+        tensor.is_contiguous() if stride is None else tensor.stride() == stride
+        for tensor, stride in zip(tensors, strides, strict=True)
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from rayxfer.copying import has_memory
 from rayxfer.errors import ConfigError, ContractError
-from rayxfer.metadata import Columns, ParamMeta, check_metadata
+from rayxfer.metadata import Columns, ParamMeta, check_metadata, in_parts
 
 __all__ = [
     "MappingSource",
@@ -345,17 +345,24 @@ _PASS = ("metadata", "__iter__", "_unique")
 """What a source's class must not have changed, for its tensors to be what it would yield."""
 
 
+_is_cpu = torch.Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+
+
 def _all_on_host(tensors: list[torch.Tensor]) -> bool:
     """Whether all are plain strided CPU tensors. By `map`, as below: a loop costs thrice as much."""
     return (
         USUAL.issuperset(map(type, tensors))
-        and all(map(operator.attrgetter("is_cpu"), tensors))
+        and all(map(_is_cpu, tensors))
         and {torch.strided}.issuperset(map(operator.attrgetter("layout"), tensors))
     )
 
 
 def all_memory(tensors: list[torch.Tensor]) -> bool:
     """`is_memory` of each, of plain tensors only."""
+    return in_parts(_all_memory, tensors)
+
+
+def _all_memory(tensors: list[torch.Tensor]) -> bool:
     return (
         _all_on_host(tensors)
         and all(map(torch.Tensor.is_contiguous, tensors))
