@@ -560,9 +560,9 @@ class WorkerSession:
         current = self._current(message)
         if not current.finished:
             raise StateError(f"commit before finish in round {round_id}")
-        if self._is_quick(current):  # nothing that could take long: no thread, no second call
-            return {"done": True, **self._commit(current)}
-        return self._drive(key, lambda: self._commit(current), message)
+        # where nothing could take long: no thread, no second call
+        own_thread = not self._is_quick(current)
+        return self._drive(key, lambda: self._commit(current), message, own_thread=own_thread)
 
     def _is_quick(self, current: Round) -> bool:
         binding = self._binding
@@ -720,6 +720,8 @@ class WorkerSession:
         function: Callable[[], dict[str, Any]],
         message: dict[str, Any],
         current: Round | None = None,
+        *,
+        own_thread: bool = True,
     ) -> dict[str, Any]:
         """Start the task of `key` unless it runs or ran; wait a slice; answer result or progress.
 
@@ -727,6 +729,7 @@ class WorkerSession:
         `current`: the round that the task belongs to; it is not started once that is over.
         """
         until = time.monotonic() + float(message.get("wait_s", 0.0))
+        mine = False
         while True:
             with self._lock:
                 task = self._task
@@ -735,10 +738,13 @@ class WorkerSession:
                 if current is not None and (self._round is not current or current.aborted.is_set()):
                     raise StateError(f"round {current.round_id} is over on this worker")
                 if task is None or task.done.is_set():
-                    task = self._task = Task(key, function)
+                    task = self._task = Task(key, function, own_thread=own_thread)
+                    mine = not own_thread
                     break
             if not task.done.wait(max(0.0, until - time.monotonic())):
                 return self._progress()
+        if mine:
+            task.run()
         task.done.wait(max(0.0, until - time.monotonic()))
         if task.done.is_set():
             return {"done": True, **task.result, "state": str(self.state), "version": self.version}

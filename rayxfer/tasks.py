@@ -1,4 +1,4 @@
-"""One long operation in a thread of its own, which others wait for in slices."""
+"""One operation that others wait for in slices, in a thread of its own or in that of its first caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Task"]
 
 
 class Task:
-    """Starts at once.
+    """Starts at once in a thread of its own; with `own_thread=False` somebody has to `run` it.
 
     Attributes:
         key: what it is; its first part names the operation.
@@ -21,18 +21,27 @@ class Task:
         result: what `function` returned, or `{"error": …}`.
     """
 
-    def __init__(self, key: tuple[Any, ...], function: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        key: tuple[Any, ...],
+        function: Callable[[], dict[str, Any]],
+        *,
+        own_thread: bool = True,
+    ) -> None:
         self.key = key
         self.done = threading.Event()
         self.result: dict[str, Any] = {}
         self._function = function
-        self._take_over_gpu = _gpu()
-        self.thread = threading.Thread(target=self._run, name=f"rayxfer-{key[0]}", daemon=True)
-        self.thread.start()
+        if own_thread:
+            take_over = _gpu()
+            threading.Thread(
+                target=lambda: self.run(take_over), name=f"rayxfer-{key[0]}", daemon=True
+            ).start()
 
-    def _run(self) -> None:
+    def run(self, first: Callable[[], object] = lambda: None) -> None:
+        """Do it, here. Raises nothing: see `result`."""
         try:
-            self._take_over_gpu()
+            first()
             self.result = self._function()
         except RayxferError as error:
             self.result = {"error": error}

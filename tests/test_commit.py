@@ -185,3 +185,52 @@ def test_the_round_is_over_only_after_the_hook() -> None:
     fleet = Asks(hook)
     with pytest.raises(PartialUpdate, match="no cache"):
         fleet.sync()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_two_calls_at_once_commit_once_and_hear_the_same(fails: bool) -> None:
+    """A commit that needs no thread of its own is still one operation, however often it is asked for."""
+    answers: list[Any] = []
+    times: list[int] = []
+
+    class Twice(Fleet):
+        def commit(self, claim: Any, rows: Any, message: Any) -> dict[str, Any]:
+            session, entered, go = self.sessions[0], threading.Event(), threading.Event()
+            original = session._make_live
+
+            def make_live(current: Any) -> None:
+                times.append(current.round_id)
+                entered.set()
+                assert go.wait(20)
+                if fails:
+                    raise RuntimeError("no")
+                original(current)
+
+            session._make_live = make_live  # type: ignore[method-assign]
+
+            def ask() -> None:
+                answers.append(session.handle("commit", {**message, "wait_s": 10.0}))
+
+            calls = [threading.Thread(target=ask) for _ in range(2)]
+            calls[0].start()
+            assert entered.wait(20)
+            calls[1].start()
+            go.set()
+            for call in calls:
+                call.join(20)
+            answers.append(session.handle("commit", message))  # and once more, later
+            session._make_live = original  # type: ignore[method-assign]
+            return super().commit(claim, rows, message)
+
+    fleet = Twice()
+    if fails:
+        with pytest.raises(PartialUpdate) as raised:
+            fleet.sync()
+        assert [row.state for row in raised.value.report.workers] == ["TORN", "READY"]
+        assert len({str(answer["error"]) for answer in answers}) == 1
+        assert "RuntimeError: no" in str(answers[0]["error"])
+    else:
+        fleet.sync()
+        fleet.check_ready(1)
+    assert len(times) == 1
+    assert [answer["done"] for answer in answers] == [True] * 3
