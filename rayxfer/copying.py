@@ -197,23 +197,28 @@ def copy_many(
     stream: bool = False,
 ) -> None:
     """`copy_bytes` for many small memories; appends the digest of each source to `digests`."""
+    if not len(targets) == len(sources) == len(sizes):
+        raise ValueError(f"{len(targets)} targets, {len(sources)} sources, {len(sizes)} sizes")
     if digests is None:
         _move_many(targets, sources, sizes, stream)
         return
     import xxhash
 
-    move: Any = _native[0] if stream and _native is not None else ctypes.memmove
     xxh3, char = xxhash.xxh3_64_intdigest, ctypes.c_char
-    for target, source, size in zip(targets, sources, sizes, strict=True):
-        digests.append(xxh3((char * size).from_address(source) if size else b""))
-        move(target, source, size)
+    # few at a time: they are digested while they are in cache
+    few = max(1, PIECE_BYTES * len(sizes) // max(1, sum(sizes)))
+    for start in range(0, len(sizes), few):
+        run = slice(start, start + few)
+        _move_many(targets[run], sources[run], sizes[run], stream)
+        digests += [
+            xxh3((char * size).from_address(source) if size else b"")
+            for source, size in zip(sources[run], sizes[run], strict=True)
+        ]
 
 
 def _move_many(
     targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: bool
 ) -> None:
-    if not len(targets) == len(sources) == len(sizes):
-        raise ValueError(f"{len(targets)} targets, {len(sources)} sources, {len(sizes)} sizes")
     if _native is None:
         for target, source, size in zip(targets, sources, sizes, strict=True):
             ctypes.memmove(target, source, size)

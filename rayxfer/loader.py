@@ -651,16 +651,17 @@ class ModuleLoader(WeightLoader):
     # ---- proof ---------------------------------------------------------------------------------
 
     def loaded_digests(self) -> list[int] | None:
-        flat = [(index, place) for index, places in enumerate(self._targets) for place in places]
         # What the module holds *now* under these names, not what was written to: the proof must not
         # rest on the bookkeeping that it proves.
         memories, census = self._places.memories, self._census
         held = census is not None and not self._staged and census.holds_memory(self._module)
+        found: list[int] | None = None
         if memories is not None and held and self.digest is XXH3:
             found = digest_memories(memories)
             if len(found) == len(self._targets) and all(self._targets):  # no ties: one each
                 return found
-        else:
+        flat = [(index, place) for index, places in enumerate(self._targets) for place in places]
+        if found is None:
             live = {} if self._staged else named_tensors(self._module)
             found = self.digest.many([self._held(live, index, place) for index, place in flat])
         out: list[int | None] = [None] * len(self._targets)
