@@ -72,9 +72,9 @@ def _overview(out: Out, axes: Any) -> None:
     axes.bar_label(bars, fmt="%.1f", padding=3)
     for row in out["headline"]["rows"]:
         if row["way"] == _MEMCPY:
-            limit = row["gigabytes_per_second"]
-            text = f"memcpy, one thread of one process: {limit:.1f}"
-            axes.axvline(limit, color=_MEMCPY_COLOR, linestyle="--", label=text)
+            speed = row["gigabytes_per_second"]
+            text = f"memcpy, one thread of one process: {speed:.1f}"
+            axes.axvline(speed, color=_MEMCPY_COLOR, linestyle="--", label=text)
     handles, _ = axes.get_legend_handles_labels()
     handles.append(Patch(color=_OURS, label="rayxfer: versioned, all or nothing"))
     handles.append(Patch(color=_PEER, label="other ways"))
@@ -102,8 +102,8 @@ def _lines(rows: list[dict[str, Any]], axes: Any, x: str, y: Callable[[Any], flo
     ways = dict.fromkeys(label(row) for row in rows)
     for index, way in enumerate(ways):
         points = sorted((row[x], y(row)) for row in rows if label(row) == way)
-        limit = way.startswith(_MEMCPY)
-        style = {"color": _MEMCPY_COLOR, "linestyle": "--"} if limit else {}
+        is_memcpy = way.startswith(_MEMCPY)
+        style = {"color": _MEMCPY_COLOR, "linestyle": "--"} if is_memcpy else {}
         style = style or {"color": _CYCLE[(index - 1) % len(_CYCLE)], "marker": "o"}
         axes.plot(*zip(*points, strict=True), label=way, **style)
     axes.legend(fontsize=7, loc="best")
@@ -116,11 +116,11 @@ def _ticks(axes: Any, values: list[float], labels: list[str]) -> None:
 
 def _workers(out: Out, axes: Any) -> None:
     rows = [row for row in out["workers"]["rows"] if row["way"] != _MEMCPY]
-    limits = [row for row in out["workers"]["rows"] if row["way"] == _MEMCPY]
+    copies = [row for row in out["workers"]["rows"] if row["way"] == _MEMCPY]
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    if limits:
-        one = sum(row["median_s"] for row in limits) / len(limits) * 1e3
+    if copies:
+        one = sum(row["median_s"] for row in copies) / len(copies) * 1e3
         axes.axhline(one, color=_MEMCPY_COLOR, linestyle="--", label="one memcpy")
     for index, way in enumerate(dict.fromkeys(label(row) for row in rows)):
         points = sorted((r["workers"], r["median_s"] * 1e3) for r in rows if label(r) == way)

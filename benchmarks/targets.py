@@ -82,7 +82,7 @@ def _headline(out: Out) -> list[Verdict]:
     rows = _rows(out, "headline")
     workers = rows[0]["workers"] if rows else 1
     placed, plain = (find(rows, way, "off") for way in ("shm_placed", "shm"))
-    limit, put, best = find(rows, _MEMCPY), find(rows, "ray_put"), best_peer(rows)
+    memcpy, put, best = find(rows, _MEMCPY), find(rows, "ray_put"), best_peer(rows)
     note = f"best peer: {best['name']}" if best is not None else ""
     to = "" if workers == 1 else f", {workers} workers"
     made = []
@@ -91,7 +91,7 @@ def _headline(out: Out) -> list[Verdict]:
         ("shm, source anywhere", plain, (0.7, 15.0, 2.5)),
     ):
         for (other_label, other, what), bound in zip(
-            (("memcpy", limit, ""), ("ray.put(state_dict)", put, ""), ("best peer", best, note)),
+            (("memcpy", memcpy, ""), ("ray.put(state_dict)", put, ""), ("best peer", best, note)),
             bounds,
             strict=True,
         ):
@@ -108,11 +108,11 @@ def _headline(out: Out) -> list[Verdict]:
 
 def _workers(out: Out) -> list[Verdict]:
     rows = _rows(out, "fleet")
-    limit = find(rows, _MEMCPY)
+    memcpy = find(rows, _MEMCPY)
     made = [
         Verdict(
             f"shm, source anywhere, {count} workers: x one memcpy",
-            times_as_fast(find(rows, "shm", "off", workers=count), limit),
+            times_as_fast(find(rows, "shm", "off", workers=count), memcpy),
             bound,
         )
         for count, bound in ((2, 0.4), (4, 0.25))

@@ -111,8 +111,6 @@ class MappedLoader(ModuleLoader):
         for _, claim in self._claims.values():
             claim.going()
         moved = self._leave_files()
-        if moved:
-            self._locate(self._own)
         super().commit()
         movable = self._memo["movable"]
         for index, tensor in self._kept.items():
@@ -136,12 +134,6 @@ class MappedLoader(ModuleLoader):
                 self._memo["left"] = before
         self._claims = {}
 
-    @staticmethod
-    def _locate(targets: list[list[Any]]) -> None:
-        for places in targets:
-            for place in places:
-                place.locate()
-
     def _leave_files(self) -> dict[int, int]:
         """Give memory of its own to what was mapped until now and is staged this time: the file that it
         lies in is about to be left. Returns the addresses of those tensors, by `id`."""
@@ -156,6 +148,9 @@ class MappedLoader(ModuleLoader):
                 for mine in groups[tie_key(base)]:
                     mine.data = own
                     moved[id(mine)] = own.data_ptr()
+        for places in self._own if moved else ():
+            for place in places:
+                place.locate()
         return moved
 
     def _check_places(self) -> None:

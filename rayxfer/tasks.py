@@ -33,13 +33,11 @@ class Task:
         self.result: dict[str, Any] = {}
         self._function = function
         if own_thread:
-            take_over = _gpu()
-            threading.Thread(
-                target=lambda: self.run(take_over), name=f"rayxfer-{key[0]}", daemon=True
-            ).start()
+            name = f"rayxfer-{key[0]}"
+            threading.Thread(target=self.run, args=(_gpu(),), name=name, daemon=True).start()
 
     def run(self, first: Callable[[], object] = lambda: None) -> None:
-        """Do it, here. Raises nothing: see `result`."""
+        """Do it, here, after `first`. Raises nothing: see `result`."""
         try:
             first()
             self.result = self._function()
