@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rayxfer.copying import has_memory, is_memory
+from rayxfer.copying import PIECE_BYTES, Hasher, has_memory, is_memory
 from rayxfer.errors import ContractError
 from rayxfer.packing import as_bytes, plain
 
@@ -30,6 +30,7 @@ __all__ = [
     "digest_memories",
     "digest_memory",
     "digest_named",
+    "digest_paced",
     "memory",
 ]
 
@@ -99,6 +100,26 @@ def digest_memory(address: int, num_bytes: int) -> int:
     import xxhash
 
     return int(xxhash.xxh3_64_intdigest(_memory_at(address, num_bytes)))
+
+
+def digest_paced(
+    addresses: Sequence[int], sizes: Sequence[int], pace: Callable[[int], None] | None
+) -> list[int]:
+    """`digest_memory` of each; before so many bytes more are read, `pace` may wait."""
+    if pace is None:
+        return list(map(digest_memory, addresses, sizes))
+    if sum(sizes) <= PIECE_BYTES:
+        pace(sum(sizes))
+        return list(map(digest_memory, addresses, sizes))
+    found: list[int] = []
+    for address, size in zip(addresses, sizes, strict=True):
+        hasher = Hasher()
+        for start in range(0, size, PIECE_BYTES):
+            part = min(PIECE_BYTES, size - start)
+            pace(part)
+            hasher.update(address + start, part)
+        found.append(hasher.value())
+    return found
 
 
 def digest_many(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from rayxfer.copying import PIECE_BYTES, Hasher, copy_bytes, copy_many
-from rayxfer.digest import XXH3, Digest, digest, digest_memory
+from rayxfer.digest import XXH3, Digest, digest, digest_paced
 from rayxfer.errors import RayxferError
 from rayxfer.packing import Packed
 from rayxfer.source import Standing
@@ -154,15 +154,18 @@ class Feed:
         copy_bytes(target, source, num_bytes, hasher, stream=stream)
 
     def places(self, packed: Packed) -> Sequence[int] | None:
-        """The addresses of these tensors, which are those to be handed out next: dense memory of the host,
-        which stays as it is until the pass is over. None where that is not known."""
+        """The addresses of these tensors, which are to be handed out next or later: dense memory of the
+        host, which stays as it is until the pass is over. None where that is not known."""
         standing = self._standing
-        if standing is None or not self._by_address or not self._comes_next(standing, packed, 0):
+        if standing is None or not self._by_address or packed.first < self.handed:
+            return None
+        if not self._as_offered(standing, packed):
             return None
         return standing.check(slice(packed.first, packed.first + len(packed.sizes)))
 
-    def skip(self, packed: Packed) -> None:
-        """What `places` told of counts as handed out: somebody reads it where it lies."""
+    def skip(self, packed: Packed, pace: Callable[[int], None] | None = None) -> None:
+        """What `places` told of, and comes next, counts as handed out: somebody reads it where it lies.
+        `pace` is asked before so many more bytes of it are read here, to be digested."""
         if self._error is not None:
             raise self._error
         self._digest_current()
@@ -170,8 +173,8 @@ class Feed:
         if standing is None or not self._comes_next(standing, packed, 0):
             raise ValueError("skip without places")
         if self.digests is not None:
-            places = standing.addresses[self.handed : self.handed + len(packed.sizes)]
-            self.digests.extend(map(digest_memory, places, packed.sizes))
+            places = standing.check(slice(self.handed, self.handed + len(packed.sizes)))
+            self.digests += digest_paced(places, packed.sizes, pace)
         self._count(packed, len(packed.sizes))
 
     def pack(self, address: int, packed: Packed, start: int, stream: bool = False) -> int:
@@ -197,12 +200,12 @@ class Feed:
         return stop - start
 
     def _comes_next(self, standing: Standing, packed: Packed, start: int) -> bool:
+        return packed.first + start == self.handed and self._as_offered(standing, packed)
+
+    @staticmethod
+    def _as_offered(standing: Standing, packed: Packed) -> bool:
         here = slice(packed.first, packed.first + len(packed.sizes))
-        return (
-            packed.first + start == self.handed
-            and standing.names[here] == packed.names
-            and standing.sizes[here] == packed.sizes
-        )
+        return standing.names[here] == packed.names and standing.sizes[here] == packed.sizes
 
     def _count(self, packed: Packed, stop: int) -> None:
         self.handed = packed.first + stop

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import time
 from typing import Any
 
 import pytest
@@ -20,9 +21,11 @@ from rayxfer import (
     WeightTransferConfig,
     share_memory,
 )
+from rayxfer.copying import copy_bytes, copy_many
 from rayxfer.engines import frames
 from rayxfer.engines.frame_reader import FrameReader
 from rayxfer.engines.ring import RingReader, RingWriter
+from rayxfer.feed import Feed
 from rayxfer.memfile import ForeignFile, MemoryFile, find
 from rayxfer.packing import Layout
 from rayxfer.testing.local import LocalController
@@ -214,6 +217,76 @@ def test_a_foreign_file_is_read_only_or_private() -> None:
     assert private.bytes[5] == 8
     with pytest.raises(Exception, match="another session"):
         ForeignFile(**{**file.about, "nonce": "00" * 16})  # type: ignore[arg-type]
+
+
+class _Large(torch.nn.Module):
+    def __init__(self, seed: int, tensors: int, num_bytes: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.parts = torch.nn.ParameterList(
+            torch.randint(-(1 << 15), 1 << 15, (num_bytes // 2,), dtype=torch.int16).view(
+                torch.bfloat16
+            )
+            for _ in range(tensors)
+        )
+
+
+@pytest.mark.parametrize(("tensors", "num_bytes"), [(3, 30 << 20), (40, 5 << 19), (4000, 20 << 10)])
+def test_the_sender_reads_beside_its_reader(
+    tensors: int, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never further ahead of it than that what both read is still in a processor's cache: what was told is
+    the whole model, and the reader is slow."""
+    ahead: list[int] = []
+    read, original = [0], frames._Passing._pace
+
+    def pace(self: frames._Passing, part: int) -> None:
+        read[0] += part
+        original(self, part)
+        ahead.append(read[0] - self._ring.copied())
+
+    def slow(*args: Any, **options: Any) -> None:
+        time.sleep(0.002)
+        copy_bytes(*args, **options)
+
+    def slow_many(*args: Any, **options: Any) -> None:
+        time.sleep(0.002)
+        copy_many(*args, **options)
+
+    monkeypatch.setattr(frames._Passing, "_pace", pace)
+    monkeypatch.setattr("rayxfer.engines.frame_reader.copy_bytes", slow)
+    monkeypatch.setattr("rayxfer.engines.collective.copy_many", slow_many)
+    model, receiver = share_memory(_Large(0, tensors, num_bytes)), _Large(1, tensors, num_bytes)
+    with LocalController([receiver], WeightTransferConfig(backend="shm")) as controller:
+        for _ in range(2):
+            poison(receiver)
+            report = controller.sync_weights(model)
+            assert report.workers[0].verified == "loaded"
+            assert_same_bytes(model.state_dict(), receiver.state_dict())
+    assert read[0] == 2 * tensors * num_bytes
+    assert max(ahead) <= frames._BESIDE_BYTES
+    assert min(ahead) >= -(64 << 20), "it was told of what it reads"
+
+
+def test_what_was_told_and_then_changes_its_memory_fails_the_round() -> None:
+    model = share_memory(_Large(0, 40, 5 << 19))
+    receiver = _Large(1, 40, 5 << 19)
+    with LocalController([receiver], WeightTransferConfig(backend="shm")) as controller:
+        controller.sync_weights(model)
+        original = Feed.skip
+
+        def move(feed: Feed, *args: Any) -> None:
+            if feed.handed > 20:
+                model.parts[30].data = torch.zeros_like(model.parts[30])
+            original(feed, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Feed, "skip", move)
+            with pytest.raises(ContractError, match="was given other memory"):
+                controller.sync_weights(model)
+        poison(receiver)
+        assert controller.sync_weights(model).workers[0].verified == "loaded"
+        assert_same_bytes(model.state_dict(), receiver.state_dict())
 
 
 @pytest.mark.parametrize("wrong", ["past the end", "too few", "another file"])

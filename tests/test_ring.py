@@ -183,6 +183,13 @@ def frame(number: int, num_bytes: int = SLOT) -> torch.Tensor:
     return found
 
 
+def _wait(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
@@ -239,6 +246,66 @@ def test_a_reader_that_opens_late_gets_what_waits(child: Callable[..., Child]) -
         ring.drain()
         assert one.hear() == "open"
         assert one.hear() == (1, hashlib.sha256(frame(1).numpy().tobytes()).hexdigest())
+
+
+def test_the_writer_keeps_beside_the_reader_that_is_furthest() -> None:
+    with writer(readers=2) as ring:
+        readers = [RingReader(reader=i, **ring.describe()) for i in range(2)]
+        ring.slot()
+        ring.publish()
+        came: list[int] = []
+
+        def follow() -> None:
+            for need in (0, 10, 20, 1000):
+                ring.beside(need)
+                came.append(need)
+
+        thread = threading.Thread(target=follow)
+        thread.start()
+        for reader, num_bytes, expected in (
+            (0, 9, [0]),
+            (1, 10, [0, 10]),
+            (0, 10, [0, 10]),
+            (0, 1, [0, 10, 20]),
+        ):
+            readers[reader].copied(num_bytes)
+            _wait(lambda expected=expected: came == expected)  # type: ignore[misc]
+            time.sleep(0.02)
+            assert came == expected
+        assert ring.copied() == 20
+        assert ring.lagging is not None
+        readers[1].slot()
+        readers[1].release()  # of the only frame: nothing more is to be expected
+        thread.join(SOON_S)
+        assert came == [0, 10, 20, 1000]
+        assert ring.lagging is None
+
+
+@pytest.mark.parametrize("how", ["abort", "leave"])
+def test_nobody_stays_beside_a_reader_that_comes_no_further(how: str) -> None:
+    with writer() as ring:
+        reader = RingReader(reader=0, **ring.describe())
+        ring.slot()
+        ring.publish()
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(ring.beside, 1)
+            time.sleep(0.05)
+            assert not waiting.done()
+            if how == "leave":
+                reader.leave()
+                waiting.result(WAKE_S)
+            else:
+                ring.abort()
+                with pytest.raises(TransferError, match="aborted"):
+                    waiting.result(WAKE_S)
+
+
+def test_threads_of_a_reader_count_together() -> None:
+    with writer() as ring:
+        reader = RingReader(reader=0, **ring.describe())
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda _: [reader.copied(3) for _ in range(2000)], range(4)))
+        assert ring.copied() == 4 * 2000 * 3
 
 
 def test_counters_pass_32_bits() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from rayxfer import ContractError, TransferError, WeightTransferConfig
 from rayxfer.background import Snapshots
 from rayxfer.binding import Binding
-from rayxfer.copying import copy_many
+from rayxfer.copying import PIECE_BYTES, copy_many
 from rayxfer.digest import XXH3, Digest, digest
 from rayxfer.feed import Feed
 from rayxfer.gpu_digest import WORDS
@@ -220,6 +220,47 @@ def test_what_is_skipped_counts_and_is_digested() -> None:
     assert feed.digests == [digest(tensor) for _, tensor in source]
 
 
+def test_where_later_ones_lie_is_told_before_they_are_due() -> None:
+    source = MappingSource({f"t{i}": torch.full((300,), float(i)) for i in range(20)})
+    feed, layout = feed_of(source)
+    told = [feed.places(packed) for packed in layout.packed]
+    assert len(told) > 2
+    assert [a for places in told if places is not None for a in places] == [
+        tensor.data_ptr() for _, tensor in source
+    ]
+    with pytest.raises(ValueError, match="places"):
+        feed.skip(layout.packed[1])
+    for packed in layout.packed:
+        feed.skip(packed)
+        assert feed.places(packed) is None, "it was handed out"
+    assert next(feed, None) is None
+    feed.finish()
+    assert feed.digests == [digest(tensor) for _, tensor in source]
+
+
+def test_what_is_skipped_is_read_as_its_pace_allows() -> None:
+    source = MappingSource(
+        {"large": torch.arange(700_001), "none": torch.empty(0), "small": torch.arange(5)}
+    )
+    feed, layout = feed_of(source)
+    asked: list[int] = []
+    for packed in layout.packed:
+        feed.skip(packed, asked.append)
+    feed.finish()
+    assert feed.digests == [digest(tensor) for _, tensor in source]
+    assert sum(asked) == sum(tensor.nbytes for _, tensor in source)
+    assert max(asked) <= PIECE_BYTES < 5_600_008 <= sum(asked)
+
+
+def test_weights_that_move_between_the_telling_and_the_reading_are_named() -> None:
+    tensors = {f"t{i}": torch.full((100,), float(i)) for i in range(20)}
+    feed, layout = feed_of(MappingSource(tensors))
+    assert feed.places(layout.packed[0]) is not None
+    tensors["t3"].data = torch.zeros(100)
+    with pytest.raises(ContractError, match="'t3' was given other memory"):
+        feed.skip(layout.packed[0])
+
+
 def test_only_what_comes_next_is_packed() -> None:
     source = MappingSource({f"t{i}": torch.full((100,), float(i)) for i in range(20)})
     feed, layout = feed_of(source)
@@ -231,8 +272,6 @@ def test_only_what_comes_next_is_packed() -> None:
     smaller = Layout([ParamMeta(f"t{i}", torch.float32, (99,)) for i in range(20)], 4096)
     for wrong, start in ((layout.packed[1], 0), (layout.packed[0], 1)):
         assert feed.pack(buffer.data_ptr(), wrong, start) == 0
-        if not start:
-            assert feed.places(wrong) is None
     for wrong in (other.packed[0], smaller.packed[0]):
         assert feed.pack(buffer.data_ptr(), wrong, 0) == 0
         assert feed.places(wrong) is None

@@ -119,6 +119,7 @@ class FrameReader:
         if keep is None and sum(one.num_bytes for one, _ in told) < _LARGE_BYTES * count:
             for one, places in told:
                 self._take_small(layout, one, file, places, load)
+                self._ring.copied(sum(layout.packed[one.index].sizes))
             return frame[:KEY_BYTES]
         key = (bucket.index, frame)
         views = self._views.get(key)
@@ -221,6 +222,7 @@ class FrameReader:
                 except IndexError:
                     return
                 copy_bytes(to, source, size, stream=stream)
+                self._ring.copied(size)
                 if report is not None:
                     report(0)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import struct
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,6 +56,9 @@ KEY_BYTES = HEAD.size - 16
 _TOGETHER_BYTES = 64 << 20
 """So much of *there* may be told with one frame: threads that copy have to meet once per frame."""
 
+_BESIDE_BYTES = 8 << 20
+"""So far may the sender's digests be ahead of the reader that copies the same bytes."""
+
 _VERSION_BYTES = 1 << 30
 """So much of a *version*: nobody has anything to do before it is there, and readers that wake up for
 each bucket are in the sender's way. Often enough to be seen moving."""
@@ -81,10 +85,15 @@ def send_frames(
     busy = getattr(iterator, "digests", None) is not None
     threads = threads_per_reader(ring.num_readers, busy=busy)
     told = Told(ring, THERE, _TOGETHER_BYTES, threads)
+    passing = _Passing(ring, told, iterator)
     for bucket in layout.plan.buckets:
-        ahead = _Ahead(iterator)
         may_be_placed = stable and told.misses < _MISSES and bucket.num_bytes
-        if may_be_placed and _placed(layout, bucket, ahead, told):
+        placed = passing.tell(layout, bucket) if may_be_placed else False
+        if placed:
+            continue
+        passing.rest()
+        ahead = _Ahead(iterator)
+        if placed is None and _placed(layout, bucket, ahead, told):
             continue
         if bucket.num_bytes:
             told.publish()
@@ -94,6 +103,7 @@ def send_frames(
                 ring.publish()
         else:
             _send_large(ring, layout, bucket, ahead)
+    passing.rest()
     expect_end(iterator)
     told.publish()
     ring.drain()
@@ -113,6 +123,8 @@ class Told:
         self._about: dict[str, Any] | None = None
         self._offsets = array("Q")
         self._num_bytes = 0
+        self.frames = 0
+        """How many were published."""
         self.misses = 0
         """How often a bucket began in no file."""
 
@@ -128,6 +140,7 @@ class Told:
     def publish(self) -> None:
         if self._about is not None:
             _tell(self._ring, _frame(self._about, self._offsets, self._threads), self._kind)
+            self.frames += 1
         self._about, self._offsets, self._num_bytes = None, array("Q"), 0
 
 
@@ -149,8 +162,6 @@ class _Ahead:
         self._seen: list[tuple[str, torch.Tensor]] = []
         self._take = getattr(iterator, "take", None)
         self._pack = getattr(iterator, "pack", None)
-        self._places = getattr(iterator, "places", None)
-        self.skip: Callable[[Packed], None] | None = getattr(iterator, "skip", None)
 
     def peek(self) -> tuple[str, torch.Tensor] | None:
         item = next(self._iterator, None)
@@ -169,28 +180,69 @@ class _Ahead:
         """The iterator's own, where the tensor in hand is the last that it gave."""
         return self._take if not self._seen else None
 
-    def places(self, packed: Packed) -> Sequence[int] | None:
-        """Where these tensors lie, if that is known without looking at any; then `skip` passes them by."""
-        return None if self._places is None or self._seen else self._places(packed)
-
     @property
     def pack(self) -> Callable[..., int] | None:
         """The iterator's own, where it gives the next tensor."""
         return self._pack if not self._seen else None
 
 
-def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: Told) -> bool:
-    """Whether the readers are to copy this bucket's tensors from where they lie: all in one memory file."""
-    packed = layout.packed[bucket.index]
-    places = ahead.places(packed)
-    if places is not None and ahead.skip is not None:
+class _Passing:
+    """Buckets of tensors that are there already: the readers are told of them before the iterator passes
+    them by. What it digests then, the readers are copying at the same time, so that memory is read once:
+    the second to come finds it in the processor's cache. Measured for 1 GiB and one reader: 61 to 66 ms
+    for both, and 80 to 91 where one is far ahead of the other.
+
+    The frame that was told last waits, so that the readers always have one more.
+    """
+
+    def __init__(
+        self, ring: RingWriter, told: Told, iterator: Iterator[tuple[str, torch.Tensor]]
+    ) -> None:
+        self._ring, self._told = ring, told
+        self._places: Callable[[Packed], Sequence[int] | None] | None
+        self._places = getattr(iterator, "places", None)
+        self._skip: Callable[..., None] = getattr(iterator, "skip", _no_skip)
+        self._waiting: deque[tuple[int, Packed]] = deque()
+        self._read = ring.copied()
+
+    def tell(self, layout: Layout, bucket: Bucket) -> bool | None:
+        """Whether the readers are to copy this bucket's tensors from where they lie. None: each has to be
+        looked at to tell."""
+        packed = layout.packed[bucket.index]
+        places = self._places(packed) if self._places is not None else None
+        if places is None:
+            return None
         lie = _in_one_file(places, packed.sizes)
         if lie is None:
-            told.misses += 1
+            self._told.misses += 1
             return False
-        told.add(*lie, bucket.num_bytes)
-        ahead.skip(packed)
+        self._told.add(*lie, bucket.num_bytes)
+        self._waiting.append((self._told.frames, packed))
+        self._pass(self._told.frames - 1)
         return True
+
+    def rest(self) -> None:
+        """Have all of them told, and passed by."""
+        if self._waiting:
+            self._told.publish()
+            self._pass(self._told.frames)
+
+    def _pass(self, frames: int) -> None:
+        """Those of the frames before this one."""
+        while self._waiting and self._waiting[0][0] < frames:
+            self._skip(self._waiting.popleft()[1], self._pace)
+
+    def _pace(self, num_bytes: int) -> None:
+        self._read += num_bytes
+        self._ring.beside(self._read - _BESIDE_BYTES)
+
+
+def _no_skip(packed: Packed, pace: Callable[[int], None]) -> None:
+    raise TypeError("an iterator with places has no skip")
+
+
+def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: Told) -> bool:
+    """The same of a bucket whose tensors have to be looked at."""
     about: dict[str, Any] | None = None
     offsets = array("Q")
     for piece in bucket.pieces:

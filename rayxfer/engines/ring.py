@@ -30,9 +30,10 @@ _SLICE_S = 0.05
 _SPINS = 20
 _DESCRIPTION = ("pid", "fd", "inode", "file_bytes", "nonce")
 _CLOSED = 56  # in the header
-_HOLDS, _READY, _GOING = 8, 16, 24
+_HOLDS, _READY, _GOING, _COPIED = 8, 16, 24, 32
 """Where in a reader's line the words are that say what it holds, for what it is ready, what it is about to
-hold."""
+hold, and how much it has copied of what lies elsewhere."""
+_BESIDE_S = 5e-5
 _LEFT = (1 << 64) - 1
 """A reader that has left is done with every frame there will ever be."""
 
@@ -191,6 +192,22 @@ class RingWriter:
         """Return when every reader is done with every frame."""
         self._await_readers(0, lambda seen: seen >= self._head)
 
+    def copied(self) -> int:
+        """Bytes that the reader who is furthest has copied of what frames only told of, since the ring
+        exists."""
+        return max(self._memory.read(_tail(r) + _COPIED) for r in range(self._readers))
+
+    def beside(self, num_bytes: int) -> None:
+        """Return once a reader has `copied` so much, or one is done with every frame."""
+        while self.copied() < num_bytes:
+            tails = [self._memory.read(_tail(r)) for r in range(self._readers)]
+            if max(tails) >= self._head:
+                break
+            self.lagging = tails.index(max(tails))
+            self._check()
+            time.sleep(_BESIDE_S)  # not woken up: that would cost the reader
+        self.lagging = None
+
     def held(self) -> list[tuple[int, int]]:
         """What each reader said last that it holds, and that it was about to; 0: nothing yet. Once this is
         closed, nobody can say anything else."""
@@ -270,6 +287,7 @@ class RingReader:
         self._start = _data_start(readers, self._slots)
         self._readers, self._reader = readers, reader
         self._tail = 0
+        self._copied, self._copying = 0, threading.Lock()
         self._aborted = threading.Event()
 
     def published(self, ahead: int = 0) -> bool:
@@ -313,6 +331,12 @@ class RingReader:
     def ready(self, token: int) -> None:
         """This reader is ready for what the writer gates with this token."""
         self._memory.write(_tail(self._reader) + _READY, token)
+
+    def copied(self, num_bytes: int) -> None:
+        """So much more was copied of what a frame told of. From any thread."""
+        with self._copying:
+            self._copied += num_bytes
+            self._memory.put(_tail(self._reader) + _COPIED, self._copied)
 
     def release(self) -> None:
         """Done with the slot: the writer may fill it again."""
