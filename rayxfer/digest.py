@@ -108,10 +108,14 @@ def digest_paced(
     """`digest_memory` of each; before so many bytes more are read, `pace` may wait."""
     if pace is None:
         return list(map(digest_memory, addresses, sizes))
-    if sum(sizes) <= PIECE_BYTES:
-        pace(sum(sizes))
-        return list(map(digest_memory, addresses, sizes))
     found: list[int] = []
+    if max(sizes, default=0) <= PIECE_BYTES:
+        few = max(1, PIECE_BYTES * len(sizes) // max(1, sum(sizes)))
+        for start in range(0, len(sizes), few):
+            run = slice(start, start + few)
+            pace(sum(sizes[run]))
+            found += map(digest_memory, addresses[run], sizes[run])
+        return found
     for address, size in zip(addresses, sizes, strict=True):
         hasher = Hasher()
         for start in range(0, size, PIECE_BYTES):
