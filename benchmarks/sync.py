@@ -6,8 +6,8 @@ pick instead, in one run.
     python -m benchmarks.sync --all --json out.json --plots plots
     python -m benchmarks.sync --from-json out.json --markdown
 
-Contenders take turns (A B C A B C …), so that what disturbs the machine disturbs them all. Read the
-ratios; the absolute figures belong to the machine.
+Contenders take turns, in an order that changes, so that what disturbs the machine disturbs them all.
+Read the ratios; the absolute figures belong to the machine.
 """
 
 from __future__ import annotations

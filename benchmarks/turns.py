@@ -21,17 +21,23 @@ class TooLarge(Exception):
 
 
 _SETTLE_S = 0.05
-"""Between two turns: what the last one let go of (objects, pages) is freed meanwhile."""
+"""Between two turns at the least: what the last one let go of (objects, pages) is freed meanwhile."""
 
 _SETTLE_MAPPED_S = 0.6
 """The same where mapped workers take part: a quarter of a second after a commit they look for pages of
 their own in the version that they left, which takes each 13 ms for 1 GiB."""
 
+_QUIET_S = 1.0
+_LOOK_S = 0.05
+_QUIET_PERCENT = 20.0
+"""Then until the machine has nothing more to do, for so long at the most: what one leaves to Ray or to the
+system is not the next one's work."""
+
 
 def measure(
     specs: Sequence[Spec], cases: Mapping[str, Shapes], repeats: int, title: str
 ) -> dict[str, Any]:
-    """All of `specs` interleaved (A B C A B C …), each over the shapes that its `case` names.
+    """All of `specs` interleaved (see `order`), each over the shapes that its `case` names.
 
     Returns:
         "rows": a dict per spec, in order; "skipped": way → why it is not among them.
@@ -88,14 +94,33 @@ def take_turns(contenders: Sequence[Contender], repeats: int) -> list[list[float
     samples: list[list[float]] = [[] for _ in contenders]
     for turn in range(repeats):
         last = turn == repeats - 1
-        for contender, seconds in zip(contenders, samples, strict=True):
+        for number in order(len(contenders), turn):
+            contender = contenders[number]
             if last:
                 contender.poison()
             time.sleep(_SETTLE_MAPPED_S if mapped else _SETTLE_S)
-            seconds.append(contender.run())
+            _await_quiet()
+            samples[number].append(contender.run())
             if last:
                 check(contender)
     return samples
+
+
+def order(count: int, turn: int) -> list[int]:
+    """Who comes when in this turn: everybody once, and hardly ever twice after the same one. A fixed order
+    would have one always suffer from what another leaves behind.
+
+    Rows of a Latin square that is balanced for neighbours (E. J. Williams, "Experimental designs balanced
+    for the estimation of residual effects of treatments", Australian J. of Scientific Research, 1949).
+    """
+    zigzag = [0, *(one for i in range(1, count // 2 + 1) for one in (i, count - i))]
+    return [(one + turn) % count for one in dict.fromkeys(zigzag[:count])]
+
+
+def _await_quiet() -> None:
+    deadline = time.monotonic() + _QUIET_S
+    while time.monotonic() < deadline and psutil.cpu_percent(_LOOK_S) > _QUIET_PERCENT:
+        pass
 
 
 def check(contender: Contender) -> None:

@@ -4,10 +4,12 @@ that what is printed and drawn can be made of it. No time is looked at."""
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
 import struct
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +38,12 @@ TINY = Plan(
     many_counts=(3, 40),
     models=("llama", "qwen3"),
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looks at a clock here, so nobody waits for a quiet machine."""
+    monkeypatch.setattr(turns, "_QUIET_S", 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +75,16 @@ def test_each_way_delivers(stage: Stage, way: str, workers: int) -> None:
             assert len({sender, *pids}) == workers + 1
     finally:
         contender.close()
+
+
+@pytest.mark.parametrize("count", range(13))
+def test_everybody_has_a_turn_and_follows_others_in_turn(count: int) -> None:
+    after: Counter[tuple[int, int]] = Counter()
+    for turn in range(count):
+        found = turns.order(count, turn)
+        assert sorted(found) == list(range(count))
+        after.update(itertools.pairwise(found))
+    assert max(after.values(), default=0) <= 1 + count % 2
 
 
 def test_wrong_bytes_end_the_run(stage: Stage) -> None:
