@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rayxfer.copying import copy_bits, copy_bytes, is_memory, streams
+from rayxfer.copying import copy_bits, copy_bytes, copy_spread, is_memory, streams
 from rayxfer.engines import closing
 from rayxfer.errors import (
     BackendUnavailable,
@@ -84,7 +84,8 @@ class Snapshot(WeightSource):
 
     def _standing(self, known: Columns) -> Standing | None:
         tensors = self._tensors
-        if any(known.aliases) or not all_memory(tensors):
+        aliases = tuple([meta.aliases for meta in self._metadata])
+        if aliases != known.aliases or not all_memory(tensors):
             return None
         if not known.fit([meta.name for meta in self._metadata], tensors):
             return None
@@ -122,6 +123,11 @@ class Snapshots:
             wanted = {meta.name for meta in metadata}
             self._placed = {name: t for name, t in self._placed.items() if name in wanted}
         stream = streams(sum(meta.num_bytes for meta in metadata))
+        standing = source._standing(Columns(metadata)) if places is not None else None
+        if places is not None and standing is not None:  # in one go: the trainer waits
+            sources = standing.check(slice(None))
+            copy_spread(addresses_of(places), sources, standing.sizes, None, stream=stream)
+            return Snapshot(metadata, places, device)
         tensors: list[torch.Tensor] = []
         touched: set[torch.device] = set()
         for index, (meta, value, _) in enumerate(Reading(source, metadata)):

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from rayxfer.threads import cores, spread
+
 __all__ = [
     "Hasher",
     "can_stream",
@@ -28,6 +30,7 @@ __all__ = [
     "copy_bits",
     "copy_bytes",
     "copy_many",
+    "copy_spread",
     "has_memory",
     "is_memory",
     "streams",
@@ -214,6 +217,76 @@ def copy_many(
             xxh3((char * size).from_address(source) if size else b"")
             for source, size in zip(sources[run], sizes[run], strict=True)
         ]
+
+
+_SHARE_BYTES = 4 << 20
+_MOST_THREADS = 4
+_WORTH_BYTES = 32 << 20
+_THREADED_BYTES = 64 << 10
+
+
+def copy_spread(
+    targets: Sequence[int],
+    sources: Sequence[int],
+    sizes: Sequence[int],
+    digests: list[int] | None,
+    *,
+    stream: bool = False,
+) -> None:
+    """`copy_many` of memories of any size, by several threads where that is faster: for whoever has no
+    other use for the cores meanwhile."""
+    num_bytes = sum(sizes)
+    threads = min(_MOST_THREADS, cores()) if num_bytes >= _WORTH_BYTES else 1
+    if digests is not None and num_bytes < _THREADED_BYTES * len(sizes):
+        threads = 1  # their digests would be taken in turns
+    shares = _shares(sizes, whole=digests is not None)
+    # what cannot be cut goes first, so that nobody is left with it at the end
+    order = sorted(range(len(shares)), key=lambda i: -shares[i][3]) if threads > 1 else None
+
+    def copy(share: tuple[int, int, int, int]) -> list[int]:
+        first, stop, offset, size = share
+        found: list[int] = []
+        if stop - first > 1:
+            run = slice(first, stop)
+            columns = targets[run], sources[run], sizes[run]
+            copy_many(*columns, None if digests is None else found, stream=stream)
+            return found
+        hasher = None if digests is None else Hasher()
+        copy_bytes(targets[first] + offset, sources[first] + offset, size, hasher, stream=stream)
+        return found if hasher is None else [hasher.value()]
+
+    if order is None:
+        results = [copy(share) for share in shares]
+    else:
+        results = [[]] * len(shares)
+        done = spread(copy, [shares[i] for i in order], threads)
+        for i, found in zip(order, done, strict=True):
+            results[i] = found
+    if digests is not None:
+        for found in results:
+            digests += found
+
+
+def _shares(sizes: Sequence[int], *, whole: bool) -> list[tuple[int, int, int, int]]:
+    """Memories by their numbers, (first, stop, offset, bytes): large ones alone, in parts unless they are
+    to stay `whole`, and small ones that are neighbours together."""
+    shares: list[tuple[int, int, int, int]] = []
+    first, together = 0, 0
+    for index, size in enumerate(sizes):
+        if size < _SHARE_BYTES and together + size <= _SHARE_BYTES:
+            together += size
+            continue
+        if index > first:
+            shares.append((first, index, 0, together))
+        first, together = index, size
+        if size < _SHARE_BYTES:
+            continue
+        step = size if whole else _SHARE_BYTES
+        shares += [(index, index + 1, at, min(step, size - at)) for at in range(0, size, step)]
+        first, together = index + 1, 0
+    if len(sizes) > first:
+        shares.append((first, len(sizes), 0, together))
+    return shares
 
 
 def _move_many(

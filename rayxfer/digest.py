@@ -9,11 +9,8 @@ as well send other weights.
 from __future__ import annotations
 
 import ctypes
-import os
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,6 +18,7 @@ import torch
 from rayxfer.copying import PIECE_BYTES, Hasher, has_memory, is_memory
 from rayxfer.errors import ContractError
 from rayxfer.packing import as_bytes, plain
+from rayxfer.threads import cores, spread
 
 __all__ = [
     "XXH3",
@@ -36,6 +34,7 @@ __all__ = [
 
 _SMALL_BYTES = 1 << 20
 _THREADED_BYTES = 64 << 10
+_THREADS = 2
 
 
 class Digest(ABC):
@@ -153,22 +152,9 @@ def digest_memories(memories: Sequence[Any]) -> list[int]:
 
 
 def _spread(function: Callable[[Any], int], todo: Sequence[Any], num_bytes: int) -> list[int]:
-    workers = min(2, os.cpu_count() or 1)
+    threads = min(_THREADS, cores())
     # two threads that take turns at small memories cost each other more than they save
     few = len(todo) < 2 or num_bytes < _THREADED_BYTES * len(todo)
-    if workers < 2 or num_bytes <= 8 * _SMALL_BYTES or few:
+    if threads < 2 or num_bytes <= 8 * _SMALL_BYTES or few:
         return list(map(function, todo))
-    left = deque(enumerate(todo))  # whoever is done takes the next: some are far larger than others
-    out = [0] * len(todo)
-
-    def work(_: int) -> None:
-        while True:
-            try:
-                index, one = left.popleft()
-            except IndexError:
-                return
-            out[index] = function(one)
-
-    with ThreadPoolExecutor(workers, thread_name_prefix="rayxfer-digest") as pool:
-        list(pool.map(work, range(workers)))
-    return out
+    return spread(function, todo, threads)

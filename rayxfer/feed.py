@@ -163,16 +163,24 @@ class Feed:
             return None
         return standing.check(slice(packed.first, packed.first + len(packed.sizes)))
 
-    def skip(self, packed: Packed, pace: Callable[[int], None] | None = None) -> None:
+    def skip(
+        self,
+        packed: Packed,
+        pace: Callable[[int], None] | None = None,
+        digests: Sequence[int] | None = None,
+    ) -> None:
         """What `places` told of, and comes next, counts as handed out: somebody reads it where it lies.
-        `pace` is asked before so many more bytes of it are read here, to be digested."""
+        `pace` is asked before so many more bytes of it are read here, to be digested; `digests` are of
+        what was read already."""
         if self._error is not None:
             raise self._error
         self._digest_current()
         standing = self._standing
         if standing is None or not self._comes_next(standing, packed, 0):
             raise ValueError("skip without places")
-        if self.digests is not None:
+        if self.digests is not None and digests is not None:
+            self.digests += digests
+        elif self.digests is not None:
             places = standing.check(slice(self.handed, self.handed + len(packed.sizes)))
             self.digests += digest_paced(places, packed.sizes, pace)
         self._count(packed, len(packed.sizes))

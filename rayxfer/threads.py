@@ -1,12 +1,51 @@
-"""What a new thread has to take over from the one that starts it, where torch runs on a GPU."""
+"""Work that several threads share, and what a new thread has to take over from the one that starts it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
-__all__ = ["gpu_of_this_thread"]
+__all__ = ["cores", "gpu_of_this_thread", "spread"]
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def spread(function: Callable[[Any], Any], todo: Sequence[Any], threads: int) -> list[Any]:
+    """`function` of each, by so many threads, of which this is one: whoever is done takes the next.
+    Returns, or raises what the function raised, when none of them is at it any more."""
+    left = deque(enumerate(todo))
+    out: list[Any] = [None] * len(todo)
+
+    def work() -> None:
+        while True:
+            try:
+                index, one = left.popleft()
+            except IndexError:
+                return
+            try:
+                out[index] = function(one)
+            except BaseException:
+                left.clear()
+                raise
+
+    helpers = min(threads, len(todo)) - 1
+    if helpers < 1:
+        work()
+    else:
+        with ThreadPoolExecutor(helpers, thread_name_prefix="rayxfer-memory") as pool:
+            futures = [pool.submit(work) for _ in range(helpers)]
+            work()
+        for future in futures:
+            future.result(timeout=0)
+    return out
 
 
 def gpu_of_this_thread() -> Callable[[], None]:

@@ -6,11 +6,14 @@ import ctypes
 import gc
 import importlib.machinery
 import importlib.util
+import itertools
 import platform
 import shutil
 import threading
+import time
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,12 +28,14 @@ from rayxfer.copying import (
     copy_bits,
     copy_bytes,
     copy_many,
+    copy_spread,
     streams,
 )
 from rayxfer.digest import digest_memory
 from rayxfer.testing import check_engine, raw_bytes
 from rayxfer.testing.conformance import _DTYPES
 from rayxfer.testing.local import LocalController
+from rayxfer.threads import spread
 from tests.helpers import POISON, assert_same_bytes, poison
 from tests.test_placement import Zoo
 
@@ -144,6 +149,108 @@ def test_many_memories(build: str, stream: bool, digests: list[int] | None) -> N
     copy_many([], [], [], found, stream=stream)
 
 
+def _spread(sizes: list[int], *, digested: bool, stream: bool = False) -> None:
+    """Everything is copied to its place, nothing beside it, and every digest is that of its own memory."""
+    values = random_bytes(sum(sizes))
+    target = torch.full((sum(sizes) + 64 * len(sizes),), POISON, dtype=torch.uint8)
+    starts = list(itertools.accumulate(sizes, initial=0))[:-1]
+    places = [start + 64 * index + 32 for index, start in enumerate(starts)]
+    found: list[int] | None = [7] if digested else None
+    copy_spread(
+        [target.data_ptr() + place for place in places],
+        [values.data_ptr() + start for start in starts],
+        sizes,
+        found,
+        stream=stream,
+    )
+    for place, start, size in zip(places, starts, sizes, strict=True):
+        assert torch.equal(target[place : place + size], values[start : start + size])
+        assert (target[place - 32 : place] == POISON).all()
+        assert (target[place + size : place + size + 32] == POISON).all()
+    if found is not None:
+        own = [digest_memory(values.data_ptr() + a, n) for a, n in zip(starts, sizes, strict=True)]
+        assert found == [7, *own]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("digested", [False, True])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_memories_of_any_size_are_copied_by_several_threads(
+    build: str, threads: int, digested: bool, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "cores", lambda: threads)
+    monkeypatch.setattr(copying, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(copying, "_SHARE_BYTES", 70_000)
+    monkeypatch.setattr(copying, "_MOST_THREADS", 5)
+    monkeypatch.setattr(copying, "_THREADED_BYTES", 0)
+    for sizes in (
+        [],
+        [0],
+        [1],
+        [0, 0, 5, 0],
+        [69_999, 70_000, 70_001, 139_999, 140_000, 140_001],
+        [200_000, *[13] * 300, 0, 1_500_000, 69_000, 1000, 1000, 0],
+        [35_000] * 9,
+    ):
+        _spread(sizes, digested=digested, stream=stream)
+
+
+def test_shares_are_every_byte_once_and_balanced() -> None:
+    sizes = [3 << 20, 1, 0, 5 << 20, 2 << 20, 2 << 20, 1, 40 << 20]
+    for whole in (False, True):
+        seen: list[tuple[int, int, int]] = []
+        for first, stop, offset, size in copying._shares(sizes, whole=whole):
+            assert stop == first + 1 or (offset == 0 and size == sum(sizes[first:stop]))
+            assert size <= 4 << 20 or (whole and stop == first + 1)
+            spans = [(first, offset, size)] if stop == first + 1 else []
+            seen += spans or [(i, 0, sizes[i]) for i in range(first, stop)]
+        for index, size in enumerate(sizes):
+            parts = sorted((at, n) for i, at, n in seen if i == index)
+            assert sum(n for _, n in parts) == size
+            assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(parts))
+
+
+def test_threads_only_where_there_is_something_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(function: Any, todo: Any, threads: int) -> list[Any]:
+        asked.append(threads)
+        return spread(function, todo, threads)
+
+    monkeypatch.setattr(copying, "spread", counted)
+    monkeypatch.setattr(copying, "cores", lambda: 2)
+    _spread([10 << 20, 5 << 20], digested=False)  # little
+    _spread([30_000] * 1200, digested=True)  # small, and digests of small ones are taken in turns
+    assert not asked
+    _spread([30_000] * 1200, digested=False)
+    _spread([20 << 20, 14 << 20], digested=True)
+    assert asked == [2, 2]
+    monkeypatch.setattr(copying, "cores", lambda: 1)
+    _spread([20 << 20, 14 << 20], digested=True)
+    assert asked == [2, 2]
+
+
+def test_what_a_thread_raises_is_raised_when_all_have_stopped() -> None:
+    at_it, begun = set[int](), threading.Barrier(3)
+
+    def work(number: int) -> int:
+        at_it.add(number)
+        if number < 3:
+            begun.wait(30)
+        if number == 1:
+            raise ValueError("one")
+        time.sleep(0.05)
+        at_it.discard(number)
+        return number
+
+    with pytest.raises(ValueError, match="one"):
+        spread(work, range(100), 3)
+    assert at_it == {1}
+    assert threading.active_count() < 50
+    assert spread(lambda n: n * n, range(7), 3) == [n * n for n in range(7)]
+    assert spread(lambda n: n, [], 3) == []
+
+
 def test_columns_of_different_length_are_an_error(build: str) -> None:
     target = torch.full((8,), POISON, dtype=torch.uint8)
     with pytest.raises(ValueError, match="2 targets, 1 sources, 1 sizes"):
@@ -206,8 +313,11 @@ def test_a_library_without_our_functions_is_done_without(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Small weights are streamed too; the sizes that were."""
+    """Small weights are streamed too, and by several threads; the sizes that were."""
     seen: list[int] = []
+    for name, value in (("_WORTH_BYTES", 0), ("_THREADED_BYTES", 0), ("_SHARE_BYTES", 4096)):
+        monkeypatch.setattr(copying, name, value)
+    monkeypatch.setattr(copying, "cores", lambda: 3)
     monkeypatch.setattr(copying, "_CACHE_BYTES", 0)
     if copying._native is None:
         pytest.skip("copies.c was not built")

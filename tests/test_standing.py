@@ -12,7 +12,7 @@ from torch import nn
 from rayxfer import ContractError, TransferError, WeightTransferConfig
 from rayxfer.background import Snapshots
 from rayxfer.binding import Binding
-from rayxfer.copying import PIECE_BYTES, copy_many
+from rayxfer.copying import PIECE_BYTES, copy_many, copy_spread
 from rayxfer.digest import XXH3, Digest, digest
 from rayxfer.feed import Feed
 from rayxfer.gpu_digest import WORDS
@@ -154,6 +154,35 @@ def test_a_snapshot_stands_where_it_was_copied_to() -> None:
         assert torch.equal(tensor, tensors[name])
         assert address == tensor.data_ptr() != tensors[name].data_ptr()
     assert snapshot._standing(columns_of(MappingSource({"a": tensors["a"]}))) is None
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_snapshot_of_what_stands_is_copied_in_one_go(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties stay ties, and the source is not iterated."""
+    module = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 5), "b": torch.nn.Linear(4, 5)})
+    if tied:
+        module["b"].weight = module["a"].weight
+    calls: list[int] = []
+
+    def counted(targets: Any, sources: Any, sizes: Any, *rest: Any, **options: Any) -> None:
+        calls.append(sum(sizes))
+        copy_spread(targets, sources, sizes, *rest, **options)
+
+    monkeypatch.setattr("rayxfer.background.copy_spread", counted)
+    monkeypatch.setattr("rayxfer.background.Reading", None)
+    source = ModuleSource(module)
+    snapshot = Snapshots().take(source)
+    assert calls == [sum(meta.num_bytes for meta in source.metadata())]
+    assert snapshot.metadata() == source.metadata()
+    assert any(meta.aliases for meta in snapshot.metadata()) == tied
+    found = standing_of(snapshot)
+    assert found is not None
+    for name, tensor in zip(found.names, found.tensors, strict=True):
+        assert raw_bytes(tensor) == raw_bytes(module.state_dict()[name])
+    other = [ParamMeta(m.name, m.dtype, m.shape, ("else",)) for m in snapshot.metadata()]
+    assert snapshot._standing(Columns(other)) is None
 
 
 # ---- feeds ----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from rayxfer.copying import copy_bytes, is_memory
+from rayxfer.copying import copy_bytes, copy_spread, is_memory
 from rayxfer.engines.collective import (
     expect_end,
     fill,
@@ -31,6 +31,7 @@ from rayxfer.engines.collective import (
 from rayxfer.engines.ring import RingWriter
 from rayxfer.memfile import MemoryFile, file_size, find
 from rayxfer.packing import Bucket, Layout, Packed, as_bytes, plain
+from rayxfer.threads import cores
 
 __all__ = [
     "BYTES",
@@ -111,8 +112,7 @@ def send_frames(
 
 def threads_per_reader(readers: int, *, busy: bool) -> int:
     """How many threads each of them may copy with, on this machine; `busy`: the sender needs one itself."""
-    cores = len(os.sched_getaffinity(0)) - busy
-    return max(1, min(_MOST_THREADS, cores // max(1, readers)))
+    return max(1, min(_MOST_THREADS, (cores() - busy) // max(1, readers)))
 
 
 class Told:
@@ -237,7 +237,7 @@ class _Passing:
         self._ring.beside(self._read - _BESIDE_BYTES)
 
 
-def _no_skip(packed: Packed, pace: Callable[[int], None]) -> None:
+def _no_skip(*_: Any, **__: Any) -> None:
     raise TypeError("an iterator with places has no skip")
 
 
@@ -315,13 +315,73 @@ def send_version(
         TransferError: the ring was aborted.
     """
     told = version_frames(ring)
+    together = _Together(layout, iterator, file, told)
     for bucket, base in zip(layout.plan.buckets, layout.starts, strict=True):
+        if together.takes(bucket, base):
+            continue
+        together.copy()
         if bucket.num_bytes:
             place = file.bytes[base : base + bucket.num_bytes]
             fill(layout, bucket, iterator, place, stream=layout.streams)
             told.add(file.about, layout.in_file(bucket), bucket.num_bytes)
         else:
             fill(layout, bucket, iterator, _NOTHING)
+    together.copy()
     expect_end(iterator)
     told.publish()
     ring.drain()
+
+
+class _Together:
+    """Buckets whose tensors are there already, copied to a version's file in one go: by several threads,
+    since its readers have nothing to do before it is complete."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        iterator: Iterator[tuple[str, torch.Tensor]],
+        file: MemoryFile,
+        told: Told,
+    ) -> None:
+        self._layout, self._iterator, self._file, self._told = layout, iterator, file, told
+        self._places: Callable[[Packed], Sequence[int] | None] | None
+        self._places = getattr(iterator, "places", None)
+        self._digests = getattr(iterator, "digests", None) is not None
+        self._buckets: list[Bucket] = []
+        self._columns: tuple[list[int], list[int], list[int]] = [], [], []
+        self._num_bytes = 0
+
+    def takes(self, bucket: Bucket, base: int) -> bool:
+        """Whether it is one of those, and will be copied with the next `copy`."""
+        packed = self._layout.packed[bucket.index]
+        places = self._places(packed) if self._places is not None else None
+        if places is None:
+            return False
+        if self._num_bytes + bucket.num_bytes > _VERSION_BYTES:
+            self.copy()
+        start = self._file.bytes.data_ptr() + base
+        for column, values in zip(
+            self._columns,
+            ([start + offset for offset in packed.offsets], places, packed.sizes),
+            strict=True,
+        ):
+            column += values
+        self._buckets.append(bucket)
+        self._num_bytes += bucket.num_bytes
+        return True
+
+    def copy(self) -> None:
+        """Copy them, and tell the readers."""
+        found: list[int] | None = [] if self._digests else None
+        copy_spread(*self._columns, found, stream=self._layout.streams)
+        skip: Callable[..., None] = getattr(self._iterator, "skip", _no_skip)
+        at = 0
+        for bucket in self._buckets:
+            packed = self._layout.packed[bucket.index]
+            count = len(packed.sizes)
+            skip(packed, digests=None if found is None else found[at : at + count])
+            at += count
+            if bucket.num_bytes:
+                offsets = self._layout.in_file(bucket)
+                self._told.add(self._file.about, offsets, bucket.num_bytes)
+        self._buckets, self._columns, self._num_bytes = [], ([], [], []), 0
