@@ -241,10 +241,9 @@ class Rayxfer(Contender):
         self.reports.append(report)
         return seconds
 
-    def forget(self) -> None:
-        """Drop what was recorded so far (warm-up)."""
-        self.reports.clear()
-        self.stalls_s.clear()
+    def forget(self, keep: int = 0) -> None:
+        """Drop what was recorded of all runs (they were to warm up) but the first few."""
+        del self.reports[keep:], self.stalls_s[keep:]
 
     def poison(self) -> None:
         if self._mapped:  # read-only in the workers

@@ -20,6 +20,9 @@ class TooLarge(Exception):
     """A group would not fit into memory; the message says how much it needs."""
 
 
+_WARM_UPS = 2
+"""Channels are opened and memory is touched for the first time; of two versions that take turns, both."""
+
 _SETTLE_S = 0.05
 """Between two turns at the least: what the last one let go of (objects, pages) is freed meanwhile."""
 
@@ -84,25 +87,26 @@ def make(stage: Stage, spec: Spec) -> Contender:
 
 
 def take_turns(contenders: Sequence[Contender], repeats: int) -> list[list[float]]:
-    """Seconds per contender and repetition. In the last turn each one's receivers are poisoned
-    before, and their bytes compared after, both off the clock."""
-    for contender in contenders:  # opens channels, touches pages
-        contender.run()
+    """Seconds per contender and repetition. Then each one's receivers are poisoned, it runs once more, off
+    the clock, and their bytes are compared."""
+    for contender in contenders:
+        for _ in range(_WARM_UPS):
+            contender.run()
         if isinstance(contender, Rayxfer):
             contender.forget()
     mapped = any(contender.spec.way == "shm_mapped" for contender in contenders)
     samples: list[list[float]] = [[] for _ in contenders]
     for turn in range(repeats):
-        last = turn == repeats - 1
         for number in order(len(contenders), turn):
-            contender = contenders[number]
-            if last:
-                contender.poison()
             time.sleep(_SETTLE_MAPPED_S if mapped else _SETTLE_S)
             _await_quiet()
-            samples[number].append(contender.run())
-            if last:
-                check(contender)
+            samples[number].append(contenders[number].run())
+    for contender in contenders:
+        contender.poison()
+        contender.run()
+        check(contender)
+        if isinstance(contender, Rayxfer):
+            contender.forget(keep=repeats)
     return samples
 
 

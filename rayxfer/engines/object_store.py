@@ -3,6 +3,11 @@
 The sender puts one bucket, tells all workers with their next update call, and puts the one after
 next only when all have consumed it: two in flight, whatever the model's size. Ray is imported only
 when a round runs.
+
+Ray's store frees what nobody refers to any more in batches, up to a second later (2.60; nothing that a
+program can call makes it sooner), and until then the next bucket gets other memory. Of 256 MiB a
+round's host held 1.2 to 2.7 times that; 0.4 to 0.5 with RAY_free_objects_batch_size=1 in the environment
+of `ray start` (or of the process whose `ray.init` starts Ray).
 """
 
 from __future__ import annotations
