@@ -29,6 +29,7 @@ from rayxfer.engines.collective import (
     next_tensor,
 )
 from rayxfer.engines.ring import RingWriter
+from rayxfer.engines.stores import Stores
 from rayxfer.memfile import MemoryFile, file_size, find
 from rayxfer.packing import Bucket, Layout, Packed, as_bytes, plain
 from rayxfer.threads import cores
@@ -93,15 +94,18 @@ def send_frames(
         if placed:
             continue
         passing.rest()
-        ahead = _Ahead(iterator)
+        ahead = _Ahead(iterator, ring.stores)
         if placed is None and _placed(layout, bucket, ahead, told):
             continue
         if bucket.num_bytes:
             told.publish()
-        if bucket.num_bytes <= ring.slot_bytes:
-            fill(layout, bucket, ahead, ring.slot() if bucket.num_bytes else _NOTHING)
-            if bucket.num_bytes:
-                ring.publish()
+        if not bucket.num_bytes:
+            fill(layout, bucket, ahead, _NOTHING)
+        elif bucket.num_bytes <= ring.slot_bytes:
+            slot, stream = ring.slot(), ring.stores.begin()
+            fill(layout, bucket, ahead, slot, stream=stream)
+            ring.stores.end()
+            ring.publish()
         else:
             _send_large(ring, layout, bucket, ahead)
     passing.rest()
@@ -155,10 +159,11 @@ def _tell(ring: RingWriter, frame: torch.Tensor, kind: int) -> None:
 
 
 class _Ahead:
-    """An iterator that can be looked into: what was taken out by `peek` comes again."""
+    """An iterator that can be looked into: what was taken out by `peek` comes again. Its copies are
+    timed."""
 
-    def __init__(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._iterator = iterator
+    def __init__(self, iterator: Iterator[tuple[str, torch.Tensor]], stores: Stores) -> None:
+        self._iterator, self._stores = iterator, stores
         self._seen: list[tuple[str, torch.Tensor]] = []
         self._take = getattr(iterator, "take", None)
         self._pack = getattr(iterator, "pack", None)
@@ -178,12 +183,23 @@ class _Ahead:
     @property
     def take(self) -> Callable[..., None] | None:
         """The iterator's own, where the tensor in hand is the last that it gave."""
-        return self._take if not self._seen else None
+        return None if self._seen or self._take is None else self._timed_take
+
+    def _timed_take(self, target: int, source: int, num_bytes: int, stream: bool) -> None:
+        assert self._take is not None
+        self._stores.timed(self._take, target, source, num_bytes, stream)
+        self._stores.count(num_bytes)
 
     @property
     def pack(self) -> Callable[..., int] | None:
         """The iterator's own, where it gives the next tensor."""
-        return self._pack if not self._seen else None
+        return None if self._seen or self._pack is None else self._timed_pack
+
+    def _timed_pack(self, address: int, packed: Packed, start: int, stream: bool) -> int:
+        assert self._pack is not None
+        count: int = self._stores.timed(self._pack, address, packed, start, stream)
+        self._stores.count(sum(packed.sizes[start : start + count]))
+        return count
 
 
 class _Passing:
@@ -298,7 +314,12 @@ def _send_large(ring: RingWriter, layout: Layout, bucket: Bucket, ahead: _Ahead)
         flat = as_bytes(plain(tensor)).cpu()
         for start in range(0, flat.numel(), ring.slot_bytes):
             part = flat[start : start + ring.slot_bytes]
-            (take or copy_bytes)(ring.slot().data_ptr(), part.data_ptr(), part.numel())
+            slot, stream = ring.slot(), ring.stores.begin()
+            if take is not None:
+                take(slot.data_ptr(), part.data_ptr(), part.numel(), stream)
+            else:
+                copy_bytes(slot.data_ptr(), part.data_ptr(), part.numel(), stream=stream)
+            ring.stores.end()
             ring.publish()
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from rayxfer.engines.stores import Stores
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
 from rayxfer.memfile import MAGIC, PAGE_BYTES, create, map_file, nonce_bytes, open_other
 
@@ -117,7 +118,11 @@ def _data_start(readers: int, slots: int) -> int:
 
 
 class RingWriter:
-    """The sender's end. `describe()` tells readers how to open it."""
+    """The sender's end. `describe()` tells readers how to open it.
+
+    Attributes:
+        stores: which stores are the better ones to fill its slots with.
+    """
 
     def __init__(self, *, slot_bytes: int, slots: int, readers: int, nonce: str) -> None:
         self.slot_bytes, self._slots, self._readers = slot_bytes, slots, readers
@@ -131,6 +136,7 @@ class RingWriter:
         self._mapped: _Memory | None = memory
         self._nonce = nonce
         self.num_readers = readers
+        self.stores = Stores()
         self._head = 0
         self._gate: int | None = None
         self._aborted = threading.Event()
