@@ -32,8 +32,8 @@ their own in the version that they left, which takes each 13 ms for 1 GiB."""
 
 _QUIET_S = 1.0
 _LOOK_S = 0.05
-_QUIET_PERCENT = 20.0
-"""Then until the machine has nothing more to do, for so long at the most: what one leaves to Ray or to the
+_QUIET_CORES = 0.4
+"""Then until no more of the machine is busy, for so long at the most: what one leaves to Ray or to the
 system is not the next one's work."""
 
 
@@ -114,16 +114,21 @@ def order(count: int, turn: int) -> list[int]:
     """Who comes when in this turn: everybody once, and hardly ever twice after the same one. A fixed order
     would have one always suffer from what another leaves behind.
 
-    Rows of a Latin square that is balanced for neighbours (E. J. Williams, "Experimental designs balanced
-    for the estimation of residual effects of treatments", Australian J. of Scientific Research, 1949).
+    Rows of a Latin square that is balanced for neighbours, of two of them where the count is odd (E. J.
+    Williams, "Experimental designs balanced for the estimation of residual effects of treatments",
+    Australian J. of Scientific Research, 1949).
     """
+    if count == 2:
+        return [0, 1]  # anything else has one follow itself
     zigzag = [0, *(one for i in range(1, count // 2 + 1) for one in (i, count - i))]
-    return [(one + turn) % count for one in dict.fromkeys(zigzag[:count])]
+    row = [(one + turn) % count for one in dict.fromkeys(zigzag[:count])]
+    return row[::-1] if count % 2 and turn // count % 2 else row
 
 
 def _await_quiet() -> None:
     deadline = time.monotonic() + _QUIET_S
-    while time.monotonic() < deadline and psutil.cpu_percent(_LOOK_S) > _QUIET_PERCENT:
+    quiet = 100.0 * _QUIET_CORES / (psutil.cpu_count() or 1)
+    while time.monotonic() < deadline and psutil.cpu_percent(_LOOK_S) > quiet:
         pass
 
 

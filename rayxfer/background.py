@@ -127,6 +127,7 @@ class Snapshots:
         if places is not None and standing is not None:  # in one go: the trainer waits
             sources = standing.check(slice(None))
             copy_spread(addresses_of(places), sources, standing.sizes, None, stream=stream)
+            standing.check(slice(None))
             return Snapshot(metadata, places, device)
         tensors: list[torch.Tensor] = []
         touched: set[torch.device] = set()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rayxfer.copying import PIECE_BYTES, Hasher, has_memory, is_memory
+from rayxfer.copying import Hasher, has_memory, is_memory
 from rayxfer.errors import ContractError
 from rayxfer.packing import as_bytes, plain
 from rayxfer.threads import cores, spread
@@ -35,6 +35,7 @@ __all__ = [
 _SMALL_BYTES = 1 << 20
 _THREADED_BYTES = 64 << 10
 _THREADS = 2
+_PACED_BYTES = 2 << 20
 
 
 class Digest(ABC):
@@ -108,21 +109,30 @@ def digest_paced(
     if pace is None:
         return list(map(digest_memory, addresses, sizes))
     found: list[int] = []
-    if max(sizes, default=0) <= PIECE_BYTES:
-        few = max(1, PIECE_BYTES * len(sizes) // max(1, sum(sizes)))
-        for start in range(0, len(sizes), few):
-            run = slice(start, start + few)
-            pace(sum(sizes[run]))
+    start = 0
+    while start < len(sizes):
+        stop, together = start, 0
+        while stop < len(sizes) and together + sizes[stop] <= _PACED_BYTES:
+            together += sizes[stop]
+            stop += 1
+        if stop > start:
+            run = slice(start, stop)
+            pace(together)
             found += map(digest_memory, addresses[run], sizes[run])
-        return found
-    for address, size in zip(addresses, sizes, strict=True):
-        hasher = Hasher()
-        for start in range(0, size, PIECE_BYTES):
-            part = min(PIECE_BYTES, size - start)
-            pace(part)
-            hasher.update(address + start, part)
-        found.append(hasher.value())
+        else:
+            stop = start + 1
+            found.append(_digest_large(addresses[start], sizes[start], pace))
+        start = stop
     return found
+
+
+def _digest_large(address: int, size: int, pace: Callable[[int], None]) -> int:
+    hasher = Hasher()
+    for start in range(0, size, _PACED_BYTES):
+        part = min(_PACED_BYTES, size - start)
+        pace(part)
+        hasher.update(address + start, part)
+    return hasher.value()
 
 
 def digest_many(tensors: Iterable[torch.Tensor]) -> list[int]:

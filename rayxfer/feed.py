@@ -178,11 +178,11 @@ class Feed:
         standing = self._standing
         if standing is None or not self._comes_next(standing, packed, 0):
             raise ValueError("skip without places")
-        if self.digests is not None and digests is not None:
+        places = standing.check(slice(self.handed, self.handed + len(packed.sizes)))
+        if self.digests is not None:
+            if digests is None:
+                digests = digest_paced(places, packed.sizes, pace)
             self.digests += digests
-        elif self.digests is not None:
-            places = standing.check(slice(self.handed, self.handed + len(packed.sizes)))
-            self.digests += digest_paced(places, packed.sizes, pace)
         self._count(packed, len(packed.sizes))
 
     def pack(self, address: int, packed: Packed, start: int, stream: bool = False) -> int:

@@ -662,7 +662,8 @@ class Sender:
         for channel in self._channels:
             channel.abort()
         self._abort_workers(call, links)
-        stream.join(_JOIN_S)
+        if not stream.join(_JOIN_S):
+            self._kept = {}  # whoever is stuck may still write to memory that was to be used again
         if broken.fatal is not None:
             raise broken.fatal
         if call.left_s() <= 0:

@@ -74,7 +74,7 @@ class Standing:
     sizes: Sequence[int]
 
     def check(self, here: slice) -> Sequence[int]:
-        """The addresses of these, right before they are read.
+        """The addresses of these, right before they are read, or after.
 
         Raises:
             ContractError: one has other memory now.

@@ -195,6 +195,7 @@ class Stream:
         self._at_gate = dict.fromkeys(self._links, False)
         self._failed: dict[int, RayxferError] = {}
         self._moved = [time.monotonic() for _ in channels]
+        self._handed = [0 for _ in channels]
         self._sent: set[int] = set()
         self._reading = Reading(source, metadata, version)
         self._fed = False
@@ -535,7 +536,9 @@ class Stream:
             waiting = [link for link in channel.links if link.rank not in self.votes]
             if index in self._sent and not waiting:
                 continue
-            if self._feeds[index].starved and index not in self._sent:
+            handed, self._handed[index] = self._handed[index], self._feeds[index].handed
+            read_on = not waiting and handed != self._handed[index]  # digests what all have got
+            if read_on or (self._feeds[index].starved and index not in self._sent):
                 self._moved[index] = now
                 continue
             if any(self._busy[link.rank] for link in waiting):

@@ -32,6 +32,7 @@ from rayxfer.copying import (
     streams,
 )
 from rayxfer.digest import digest_memory
+from rayxfer.errors import TransferError
 from rayxfer.testing import check_engine, raw_bytes
 from rayxfer.testing.conformance import _DTYPES
 from rayxfer.testing.local import LocalController
@@ -228,6 +229,32 @@ def test_threads_only_where_there_is_something_for_them(monkeypatch: pytest.Monk
     monkeypatch.setattr(copying, "cores", lambda: 1)
     _spread([20 << 20, 14 << 20], digested=True)
     assert asked == [2, 2]
+
+
+@pytest.mark.parametrize("digested", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_nobody_writes_any_more_once_it_was_called_off(
+    digested: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "cores", lambda: threads)
+    values, target = random_bytes(64 << 20), torch.zeros(64 << 20, dtype=torch.uint8)
+    asked = itertools.count(1)
+
+    def check() -> None:
+        if next(asked) == 4:
+            raise TransferError("called off")
+
+    with pytest.raises(TransferError, match="called off"):
+        copy_spread(
+            [target.data_ptr(), target.data_ptr() + (40 << 20)],
+            [values.data_ptr(), values.data_ptr() + (40 << 20)],
+            [40 << 20, 24 << 20],
+            [] if digested else None,
+            check=check,
+        )
+    target.zero_()
+    time.sleep(0.05)
+    assert not target.any()
 
 
 def test_what_a_thread_raises_is_raised_when_all_have_stopped() -> None:

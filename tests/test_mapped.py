@@ -8,6 +8,7 @@ import os
 import threading
 import time
 import tracemalloc
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from rayxfer import (
     PartialUpdate,
     TransferError,
     WeightTransferConfig,
+    copying,
 )
 from rayxfer.binding import Binding
+from rayxfer.engines import frames
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.engines.versions import Versions
 from rayxfer.memfile import ForeignFile, MemoryFile, _own_pages
@@ -52,6 +55,53 @@ def _change(model: torch.nn.Module, by: float) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(by)
+
+
+class _Dense(torch.nn.Module):
+    """Nothing that has to be looked at one by one; of any size."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        sizes = [300_000, 17, 1, 90_001, *[64] * 200, 700_000, 0, 2_000]
+        self.parts = torch.nn.ParameterList(torch.randn(size) for size in sizes)
+        self.tied = self.parts[0]
+
+
+@pytest.mark.parametrize("verify_", ["digest", "off"])
+@pytest.mark.parametrize("window", [1 << 30, 1 << 20])
+def test_a_version_is_written_by_several_threads(
+    verify_: str, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(targets: Any, sources: Any, sizes: Any, *rest: Any, **options: Any) -> None:
+        calls.append(sum(sizes))
+        copying.copy_spread(targets, sources, sizes, *rest, **options)
+
+    for name, value in (("_WORTH_BYTES", 0), ("_THREADED_BYTES", 0), ("_SHARE_BYTES", 100_000)):
+        monkeypatch.setattr(copying, name, value)
+    monkeypatch.setattr(copying, "cores", lambda: 3)
+    monkeypatch.setattr(frames, "copy_spread", counted)
+    monkeypatch.setattr(frames, "_VERSION_BYTES", window)
+    model, workers = _Dense(0), [_Dense(1), _Dense(2)]
+    config = WeightTransferConfig(
+        backend="shm", load_mode="mapped", verify=verify_, bucket_size_bytes=1 << 18
+    )
+    with LocalController(workers, config) as controller:
+        for _ in range(4):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1)
+            calls.clear()
+            report = controller.sync_weights(model)
+            assert {row.verified for row in report.workers} == {
+                "loaded" if verify_ == "digest" else "off"
+            }
+            for worker in workers:
+                assert_same_bytes(model.state_dict(), worker.state_dict())
+            assert sum(calls) == sum(p.nbytes for p in model.parameters())
+            assert len([size for size in calls if size]) > 2 or window > 1 << 20
 
 
 @pytest.mark.parametrize("verify", ["digest", "off"])

@@ -336,7 +336,7 @@ def send_version(
         TransferError: the ring was aborted.
     """
     told = version_frames(ring)
-    together = _Together(layout, iterator, file, told)
+    together = _Together(ring, layout, iterator, file, told)
     for bucket, base in zip(layout.plan.buckets, layout.starts, strict=True):
         if together.takes(bucket, base):
             continue
@@ -355,16 +355,18 @@ def send_version(
 
 class _Together:
     """Buckets whose tensors are there already, copied to a version's file in one go: by several threads,
-    since its readers have nothing to do before it is complete."""
+    since none of its readers copies anything."""
 
     def __init__(
         self,
+        ring: RingWriter,
         layout: Layout,
         iterator: Iterator[tuple[str, torch.Tensor]],
         file: MemoryFile,
         told: Told,
     ) -> None:
-        self._layout, self._iterator, self._file, self._told = layout, iterator, file, told
+        self._ring, self._layout, self._iterator = ring, layout, iterator
+        self._file, self._told = file, told
         self._places: Callable[[Packed], Sequence[int] | None] | None
         self._places = getattr(iterator, "places", None)
         self._digests = getattr(iterator, "digests", None) is not None
@@ -392,9 +394,14 @@ class _Together:
         return True
 
     def copy(self) -> None:
-        """Copy them, and tell the readers."""
+        """Copy them, and tell the readers.
+
+        Raises:
+            TransferError: the ring was aborted. Nothing is written any more then.
+        """
         found: list[int] | None = [] if self._digests else None
-        copy_spread(*self._columns, found, stream=self._layout.streams)
+        stream, check = self._layout.streams, self._ring.check
+        copy_spread(*self._columns, found, stream=stream, check=check)
         skip: Callable[..., None] = getattr(self._iterator, "skip", _no_skip)
         at = 0
         for bucket in self._buckets:
@@ -405,4 +412,5 @@ class _Together:
             if bucket.num_bytes:
                 offsets = self._layout.in_file(bucket)
                 self._told.add(self._file.about, offsets, bucket.num_bytes)
+        self._told.publish()
         self._buckets, self._columns, self._num_bytes = [], ([], [], []), 0

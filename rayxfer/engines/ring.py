@@ -136,7 +136,7 @@ class RingWriter:
         self._mapped: _Memory | None = memory
         self._nonce = nonce
         self.num_readers = readers
-        self.stores = Stores()
+        self.stores = Stores(slot_bytes)
         self._head = 0
         self._gate: int | None = None
         self._aborted = threading.Event()
@@ -165,7 +165,7 @@ class RingWriter:
         it, while those before are not published yet."""
         need = self._head + 1 + ahead - self._slots
         self._await_readers(0, lambda seen: seen >= need)
-        self._check()
+        self.check()
         start = self._start + ((self._head + ahead) % self._slots) * self.slot_bytes
         return self._memory.bytes[start : start + self.slot_bytes]
 
@@ -179,7 +179,7 @@ class RingWriter:
             at = _tail(reader) + word
             while not done(seen := self._memory.read(at)):
                 self.lagging = reader
-                self._check()
+                self.check()
                 self._memory.wait_change(at, seen, _SLICE_S)
         self.lagging = None
 
@@ -188,7 +188,7 @@ class RingWriter:
         token = self._gate
         if token is not None:
             self._await_readers(_READY, lambda seen: seen == token)
-            self._check()
+            self.check()
             self._gate = None
         self._memory.put(_kind(self._readers, self._head % self._slots), kind)
         self._head += 1
@@ -205,12 +205,14 @@ class RingWriter:
 
     def beside(self, num_bytes: int) -> None:
         """Return once a reader has `copied` so much, or one is done with every frame."""
-        while self.copied() < num_bytes:
+        while True:
+            self.check()
+            if self.copied() >= num_bytes:
+                break
             tails = [self._memory.read(_tail(r)) for r in range(self._readers)]
             if max(tails) >= self._head:
                 break
-            self.lagging = tails.index(max(tails))
-            self._check()
+            self.lagging = tails.index(min(tails))
             time.sleep(_BESIDE_S)  # not woken up: that would cost the reader
         self.lagging = None
 
@@ -229,7 +231,8 @@ class RingWriter:
         """The readers that have not left."""
         return [r for r in range(self._readers) if self._memory.read(_tail(r)) != _LEFT]
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises TransferError: it was aborted."""
         if self._aborted.is_set():
             raise TransferError("the channel was aborted", phase="update")
 

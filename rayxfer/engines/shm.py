@@ -1,7 +1,8 @@
 """`shm`: a ring of buckets in shared memory, for a sender and CPU workers on one host.
 
 The ring is small on purpose: what the sender has just written is still in the processor's cache
-when the workers read it. Workers read one slot while the sender fills the other.
+when the workers read it (where they share one: see `stores.py`). Workers read one slot while the sender
+fills the other.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ timed.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,44 +21,45 @@ from rayxfer.copying import can_stream
 __all__ = ["Stores"]
 
 _LEAST_BYTES = 1 << 20
-"""Copies of less say nothing."""
+"""Copies of less say nothing, unless no slot holds twice as much."""
 
 _FACTOR = 2.0
 """So much slower usual stores have to be: where they are only a little slower, the reader finds the bytes
 in cache, which is worth more."""
 
-_PATIENCE = 2
-"""So often in a row, for a copy that was disturbed once is no sign."""
+_SAMPLES = 2
+"""The better one of so many counts: a copy may be disturbed."""
 
 _AGAIN = 256
-"""After so many streamed slots usual stores are tried in one."""
+"""After so many slots the other stores are tried, in `_SAMPLES` of them."""
 
 
 class Stores:
     """Chooses for one ring, slot by slot, from the time that its writer's copies take.
 
     Args:
+        slot_bytes: of the ring.
         clock: CPU time of the calling thread, in seconds: what else runs on its core is not its copies.
 
     Attributes:
         streamed: what is chosen now.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
+    def __init__(self, slot_bytes: int, clock: Callable[[], float] = time.thread_time) -> None:
         self.streamed = False
+        self._least_bytes = min(_LEAST_BYTES, slot_bytes // 2)
         self._clock = clock
         self._can = can_stream()
         self._seconds, self._num_bytes = 0.0, 0
-        # of the last slot of each kind, in seconds per byte
-        self._usual, self._other = 0.0, 0.0
-        self._slow, self._left = 0, 0
-        self._trying = False
+        # seconds per byte of the last slots of each kind: usual, streamed
+        self._costs = deque[float](maxlen=_SAMPLES), deque[float](maxlen=_SAMPLES)
+        self._left, self._trying = _SAMPLES, 0
+        self._slow = 0
 
     def begin(self) -> bool:
         """Whether the next slot is to be streamed."""
         self._seconds, self._num_bytes = 0.0, 0
-        self._trying = self._left <= 0 if self.streamed else self._slow >= _PATIENCE
-        return self.streamed != self._trying
+        return self.streamed != bool(self._trying)
 
     def timed(self, copy: Callable[..., Any], *args: Any) -> Any:
         """Call `copy`, which fills some of the slot; follow up with `count`."""
@@ -74,16 +76,19 @@ class Stores:
 
     def end(self) -> None:
         """The slot is full."""
-        if not self._can or self._num_bytes < _LEAST_BYTES:
+        if not self._can or self._num_bytes < self._least_bytes:
             return
+        usual, other = self._costs
         cost = self._seconds / self._num_bytes
-        if self.streamed != self._trying:
-            self._other = cost
-            self._left -= 1
-        else:
-            self._usual = cost
-        slow = self._usual > _FACTOR * self._other
+        (other if self.streamed != bool(self._trying) else usual).append(cost)
         if self._trying:
-            self.streamed, self._slow, self._left = slow, 0, _AGAIN
-        elif not self.streamed:
-            self._slow = self._slow + 1 if slow else 0
+            self._trying -= 1
+            if not self._trying:
+                self.streamed = min(usual) > _FACTOR * min(other)
+                self._left, self._slow = _AGAIN, 0
+            return
+        self._left -= 1
+        much = not self.streamed and bool(other) and cost > _FACTOR * min(other)
+        self._slow = self._slow + 1 if much else 0
+        if self._left <= 0 or self._slow >= _SAMPLES:
+            self._trying = _SAMPLES
