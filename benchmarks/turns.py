@@ -121,8 +121,9 @@ def order(count: int, turn: int) -> list[int]:
     if count == 2:
         return [0, 1]  # anything else has one follow itself
     zigzag = [0, *(one for i in range(1, count // 2 + 1) for one in (i, count - i))]
-    row = [(one + turn) % count for one in dict.fromkeys(zigzag[:count])]
-    return row[::-1] if count % 2 and turn // count % 2 else row
+    back = bool(count % 2 and turn // count % 2)
+    row = [(one + (-turn if back else turn)) % count for one in dict.fromkeys(zigzag[:count])]
+    return row[::-1] if back else row
 
 
 def _await_quiet() -> None:
