@@ -35,7 +35,7 @@ lint: $(STAMP) ## ruff, mypy and the import rules
 	$(VENV)/bin/lint-imports
 
 bench: $(STAMP) ## speed and memory beside other ways, within 10 minutes (BENCH_ARGS=...)
-	$(PY) -m benchmarks.sync --all --minutes 8.5 --json benchmarks/out/sync.json --plots benchmarks/out/plots $(BENCH_ARGS)
+	$(PY) -m benchmarks.sync --all --minutes 8 --json benchmarks/out/sync.json --plots benchmarks/out/plots $(BENCH_ARGS)
 
 drills: $(STAMP) ## kill workers, trainers and controllers, 160 times in all (DRILLS_ARGS=...)
 	$(PY) -m benchmarks.drills $(DRILLS_ARGS)
