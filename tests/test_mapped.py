@@ -68,6 +68,30 @@ class _Dense(torch.nn.Module):
         self.tied = self.parts[0]
 
 
+@pytest.mark.parametrize("stands", [True, False])
+def test_readers_of_a_version_are_told_of_many_buckets_at_once(
+    stands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made(ModuleSource):
+        """One whose tensors come only when they are asked for."""
+
+        def __iter__(self) -> Any:
+            for name, tensor in super().__iter__():
+                yield name, tensor.clone()
+
+    told: list[int] = []
+    tell = frames._tell
+    monkeypatch.setattr(frames, "_tell", lambda *args: (told.append(1), tell(*args)))
+    model, worker = _Dense(0), _Dense(1)
+    config = WeightTransferConfig(backend="shm", load_mode="mapped", bucket_size_bytes=1 << 18)
+    with LocalController([worker], config) as controller:
+        for _ in range(3):
+            told.clear()
+            controller.sync_weights((ModuleSource if stands else Made)(model))
+            assert_same_bytes(model.state_dict(), worker.state_dict())
+            assert len(told) == 1
+
+
 @pytest.mark.parametrize("verify_", ["digest", "off"])
 @pytest.mark.parametrize("window", [1 << 30, 1 << 20])
 def test_a_version_is_written_by_several_threads(

@@ -399,6 +399,8 @@ class _Together:
         Raises:
             TransferError: the ring was aborted. Nothing is written any more then.
         """
+        if not self._buckets:
+            return
         found: list[int] | None = [] if self._digests else None
         stream, check = self._layout.streams, self._ring.check
         copy_spread(*self._columns, found, stream=stream, check=check)
