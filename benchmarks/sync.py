@@ -41,12 +41,13 @@ SECTIONS: dict[str, Callable[[Plan], dict[str, Any]]] = {
     "fixed": sections.fixed,
     "fleet": sections.fleet,
     "stall": sections.stall,
+    "many": sections.many,
+    "tensors": sections.tensors,
+    "memory": memory,
+    # of those no target is made, so if time runs out it is here
+    "models": sections.models,
     "workers": sections.workers,
     "sizes": sections.sizes,
-    "tensors": sections.tensors,
-    "many": sections.many,
-    "models": sections.models,
-    "memory": memory,  # the last one: it may start Ray anew
 }
 
 _MIB = 1 << 20

@@ -27,8 +27,8 @@ _SETTLE_S = 0.05
 """Between two turns at the least: what the last one let go of (objects, pages) is freed meanwhile."""
 
 _SETTLE_MAPPED_S = 0.6
-"""The same where mapped workers take part: a quarter of a second after a commit they look for pages of
-their own in the version that they left, which takes each 13 ms for 1 GiB."""
+"""The same after mapped workers: a quarter of a second after a commit they look for pages of their own in
+the version that they left, which takes each 13 ms for 1 GiB."""
 
 _QUIET_S = 1.0
 _LOOK_S = 0.05
@@ -94,13 +94,15 @@ def take_turns(contenders: Sequence[Contender], repeats: int) -> list[list[float
             contender.run()
         if isinstance(contender, Rayxfer):
             contender.forget()
-    mapped = any(contender.spec.way == "shm_mapped" for contender in contenders)
     samples: list[list[float]] = [[] for _ in contenders]
+    before = contenders[-1] if contenders else None
     for turn in range(repeats):
         for number in order(len(contenders), turn):
+            mapped = before is not None and before.spec.way == "shm_mapped"
             time.sleep(_SETTLE_MAPPED_S if mapped else _SETTLE_S)
             _await_quiet()
-            samples[number].append(contenders[number].run())
+            before = contenders[number]
+            samples[number].append(before.run())
     for contender in contenders:
         contender.poison()
         contender.run()
