@@ -3,7 +3,9 @@ user would pick instead is in `benchmarks.peers`."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import gc
 import os
 import time
 from abc import ABC, abstractmethod
@@ -107,6 +109,10 @@ class Stage:
             ray.kill(actor)
         self._all, self._free, self.peers = [], {True: [], False: []}, {}
         self.weights, self._placed, self._keep = {}, None, None
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # of ten thousand tensors malloc would keep a GiB for later
 
 
 class Contender(ABC):

@@ -41,13 +41,13 @@ SECTIONS: dict[str, Callable[[Plan], dict[str, Any]]] = {
     "fixed": sections.fixed,
     "fleet": sections.fleet,
     "stall": sections.stall,
+    "workers": sections.workers,
     "many": sections.many,
     "tensors": sections.tensors,
     "memory": memory,
-    # of those no target is made, so if time runs out it is here
-    "models": sections.models,
-    "workers": sections.workers,
+    # no target is made of these, so if time runs out it is here
     "sizes": sections.sizes,
+    "models": sections.models,
 }
 
 _MIB = 1 << 20
