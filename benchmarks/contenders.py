@@ -110,9 +110,8 @@ class Stage:
         self._all, self._free, self.peers = [], {True: [], False: []}, {}
         self.weights, self._placed, self._keep = {}, None, None
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(
-            0
-        )  # of ten thousand tensors malloc would keep a GiB for later
+        # of ten thousand tensors malloc would keep a GiB for later
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Contender(ABC):

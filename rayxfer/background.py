@@ -123,10 +123,10 @@ class Snapshots:
             wanted = {meta.name for meta in metadata}
             self._placed = {name: t for name, t in self._placed.items() if name in wanted}
         stream = streams(sum(meta.num_bytes for meta in metadata))
-        standing = source._standing(Columns(metadata)) if places is not None else None
-        if places is not None and standing is not None:  # in one go: the trainer waits
-            sources = standing.check(slice(None))
-            copy_spread(addresses_of(places), sources, standing.sizes, None, stream=stream)
+        if places is not None and (standing := source._standing(Columns(metadata))) is not None:
+            targets, sources = addresses_of(places), standing.addresses
+            # in one go, for the trainer waits
+            copy_spread(targets, sources, standing.sizes, None, stream=stream)
             standing.check(slice(None))
             return Snapshot(metadata, places, device)
         tensors: list[torch.Tensor] = []

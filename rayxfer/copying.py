@@ -35,6 +35,7 @@ __all__ = [
     "copy_spread",
     "has_memory",
     "is_memory",
+    "shares",
     "streams",
 ]
 
@@ -224,7 +225,8 @@ def copy_many(
 _SHARE_BYTES = 4 << 20
 _MOST_THREADS = 4
 _WORTH_BYTES = 32 << 20
-_THREADED_BYTES = 64 << 10
+THREADED_BYTES = 64 << 10
+"""Threads that digest smaller ones by turns cost each other more than they save."""
 
 
 def copy_spread(
@@ -241,17 +243,17 @@ def copy_spread(
     ends it; nobody writes any more then."""
     num_bytes = sum(sizes)
     threads = min(_MOST_THREADS, cores()) if num_bytes >= _WORTH_BYTES else 1
-    if digests is not None and num_bytes < _THREADED_BYTES * len(sizes):
+    if digests is not None and num_bytes < THREADED_BYTES * len(sizes):
         threads = 1  # their digests would be taken in turns
-    shares = _shares(sizes, whole=digests is not None)
+    todo = shares(sizes, _SHARE_BYTES, whole=digests is not None)
     # what cannot be cut goes first, so that nobody is left with it at the end
-    order = sorted(range(len(shares)), key=lambda i: -shares[i][3]) if threads > 1 else None
+    order = sorted(range(len(todo)), key=lambda i: -todo[i][3])
 
-    def copy(share: tuple[int, int, int, int]) -> list[int]:
-        first, stop, offset, size = share
-        check()
+    def copy(number: int) -> list[int]:
+        first, stop, offset, size = todo[number]
         found: list[int] = []
         if stop - first > 1:
+            check()
             run = slice(first, stop)
             columns = targets[run], sources[run], sizes[run]
             copy_many(*columns, None if digests is None else found, stream=stream)
@@ -264,38 +266,34 @@ def copy_spread(
             copy_bytes(target + at, source + at, part, hasher, stream=stream)
         return found if hasher is None else [hasher.value()]
 
-    if order is None:
-        results = [copy(share) for share in shares]
-    else:
-        results = [[]] * len(shares)
-        done = spread(copy, [shares[i] for i in order], threads)
-        for i, found in zip(order, done, strict=True):
-            results[i] = found
+    done = spread(copy, order, threads) if threads > 1 else list(map(copy, order))
     if digests is not None:
-        for found in results:
+        for _, found in sorted(zip(order, done, strict=True)):
             digests += found
 
 
-def _shares(sizes: Sequence[int], *, whole: bool) -> list[tuple[int, int, int, int]]:
-    """Memories by their numbers, (first, stop, offset, bytes): large ones alone, in parts unless they are
-    to stay `whole`, and small ones that are neighbours together."""
-    shares: list[tuple[int, int, int, int]] = []
+def shares(
+    sizes: Sequence[int], most_bytes: int, *, whole: bool
+) -> list[tuple[int, int, int, int]]:
+    """Memories by their numbers, (first, stop, offset, bytes): those of `most_bytes` and more alone, in
+    parts of so many unless they are to stay `whole`, and small ones that are neighbours together."""
+    found: list[tuple[int, int, int, int]] = []
     first, together = 0, 0
     for index, size in enumerate(sizes):
-        if size < _SHARE_BYTES and together + size <= _SHARE_BYTES:
+        if size < most_bytes and together + size <= most_bytes:
             together += size
             continue
         if index > first:
-            shares.append((first, index, 0, together))
+            found.append((first, index, 0, together))
         first, together = index, size
-        if size < _SHARE_BYTES:
+        if size < most_bytes:
             continue
-        step = size if whole else _SHARE_BYTES
-        shares += [(index, index + 1, at, min(step, size - at)) for at in range(0, size, step)]
+        step = size if whole else most_bytes
+        found += [(index, index + 1, at, min(step, size - at)) for at in range(0, size, step)]
         first, together = index + 1, 0
     if len(sizes) > first:
-        shares.append((first, len(sizes), 0, together))
-    return shares
+        found.append((first, len(sizes), 0, together))
+    return found
 
 
 def _move_many(

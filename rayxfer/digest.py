@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rayxfer.copying import Hasher, has_memory, is_memory
+from rayxfer.copying import THREADED_BYTES, Hasher, has_memory, is_memory, shares
 from rayxfer.errors import ContractError
 from rayxfer.packing import as_bytes, plain
 from rayxfer.threads import cores, spread
@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 _SMALL_BYTES = 1 << 20
-_THREADED_BYTES = 64 << 10
 _THREADS = 2
 _PACED_BYTES = 2 << 20
 
@@ -109,24 +108,17 @@ def digest_paced(
     if pace is None:
         return list(map(digest_memory, addresses, sizes))
     found: list[int] = []
-    start = 0
-    while start < len(sizes):
-        stop, together = start, 0
-        while stop < len(sizes) and together + sizes[stop] <= _PACED_BYTES:
-            together += sizes[stop]
-            stop += 1
-        if stop > start:
-            run = slice(start, stop)
-            pace(together)
+    for first, stop, _, num_bytes in shares(sizes, _PACED_BYTES, whole=True):
+        if stop - first > 1:
+            pace(num_bytes)
+            run = slice(first, stop)
             found += map(digest_memory, addresses[run], sizes[run])
         else:
-            stop = start + 1
-            found.append(_digest_large(addresses[start], sizes[start], pace))
-        start = stop
+            found.append(_digest_alone(addresses[first], sizes[first], pace))
     return found
 
 
-def _digest_large(address: int, size: int, pace: Callable[[int], None]) -> int:
+def _digest_alone(address: int, size: int, pace: Callable[[int], None]) -> int:
     hasher = Hasher()
     for start in range(0, size, _PACED_BYTES):
         part = min(_PACED_BYTES, size - start)
@@ -163,8 +155,7 @@ def digest_memories(memories: Sequence[Any]) -> list[int]:
 
 def _spread(function: Callable[[Any], int], todo: Sequence[Any], num_bytes: int) -> list[int]:
     threads = min(_THREADS, cores())
-    # two threads that take turns at small memories cost each other more than they save
-    few = len(todo) < 2 or num_bytes < _THREADED_BYTES * len(todo)
+    few = len(todo) < 2 or num_bytes < THREADED_BYTES * len(todo)
     if threads < 2 or num_bytes <= 8 * _SMALL_BYTES or few:
         return list(map(function, todo))
     return spread(function, todo, threads)

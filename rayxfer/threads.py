@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -18,9 +19,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def spread(function: Callable[[Any], Any], todo: Sequence[Any], threads: int) -> list[Any]:
-    """`function` of each, by so many threads, of which this is one: whoever is done takes the next.
-    Returns, or raises what the function raised, when none of them is at it any more."""
+def spread(
+    function: Callable[[Any], Any],
+    todo: Sequence[Any],
+    threads: int,
+    pool: ThreadPoolExecutor | None = None,
+) -> list[Any]:
+    """`function` of each, by so many threads, of which this is one and the others are the pool's (None: of
+    one that ends with this): whoever is done takes the next. Returns, or raises what the function raised,
+    when none of them is at it any more."""
     left = deque(enumerate(todo))
     out: list[Any] = [None] * len(todo)
 
@@ -37,14 +44,19 @@ def spread(function: Callable[[Any], Any], todo: Sequence[Any], threads: int) ->
                 raise
 
     helpers = min(threads, len(todo)) - 1
-    if helpers < 1:
-        work()
-    else:
-        with ThreadPoolExecutor(helpers, thread_name_prefix="rayxfer-memory") as pool:
+    futures: list[Future[None]] = []
+    with contextlib.ExitStack() as own:
+        if helpers > 0:
+            pool = pool or own.enter_context(
+                ThreadPoolExecutor(helpers, thread_name_prefix="rayxfer-memory")
+            )
             futures = [pool.submit(work) for _ in range(helpers)]
+        try:
             work()
-        for future in futures:
-            future.result(timeout=0)
+        finally:
+            wait(futures)
+    for future in futures:
+        future.result(timeout=0)
     return out
 
 

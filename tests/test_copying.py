@@ -183,7 +183,7 @@ def test_memories_of_any_size_are_copied_by_several_threads(
     monkeypatch.setattr(copying, "_WORTH_BYTES", 0)
     monkeypatch.setattr(copying, "_SHARE_BYTES", 70_000)
     monkeypatch.setattr(copying, "_MOST_THREADS", 5)
-    monkeypatch.setattr(copying, "_THREADED_BYTES", 0)
+    monkeypatch.setattr(copying, "THREADED_BYTES", 0)
     for sizes in (
         [],
         [0],
@@ -200,7 +200,7 @@ def test_shares_are_every_byte_once_and_balanced() -> None:
     sizes = [3 << 20, 1, 0, 5 << 20, 2 << 20, 2 << 20, 1, 40 << 20]
     for whole in (False, True):
         seen: list[tuple[int, int, int]] = []
-        for first, stop, offset, size in copying._shares(sizes, whole=whole):
+        for first, stop, offset, size in copying.shares(sizes, 4 << 20, whole=whole):
             assert stop == first + 1 or (offset == 0 and size == sum(sizes[first:stop]))
             assert size <= 4 << 20 or (whole and stop == first + 1)
             spans = [(first, offset, size)] if stop == first + 1 else []
@@ -342,7 +342,7 @@ def test_a_library_without_our_functions_is_done_without(monkeypatch: pytest.Mon
 def always(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small weights are streamed too, and by several threads; the sizes that were."""
     seen: list[int] = []
-    for name, value in (("_WORTH_BYTES", 0), ("_THREADED_BYTES", 0), ("_SHARE_BYTES", 4096)):
+    for name, value in (("_WORTH_BYTES", 0), ("THREADED_BYTES", 0), ("_SHARE_BYTES", 4096)):
         monkeypatch.setattr(copying, name, value)
     monkeypatch.setattr(copying, "cores", lambda: 3)
     monkeypatch.setattr(copying, "_CACHE_BYTES", 0)

@@ -103,7 +103,7 @@ def test_a_version_is_written_by_several_threads(
         calls.append(sum(sizes))
         copying.copy_spread(targets, sources, sizes, *rest, **options)
 
-    for name, value in (("_WORTH_BYTES", 0), ("_THREADED_BYTES", 0), ("_SHARE_BYTES", 100_000)):
+    for name, value in (("_WORTH_BYTES", 0), ("THREADED_BYTES", 0), ("_SHARE_BYTES", 100_000)):
         monkeypatch.setattr(copying, name, value)
     monkeypatch.setattr(copying, "cores", lambda: 3)
     monkeypatch.setattr(frames, "copy_spread", counted)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +17,7 @@ from rayxfer.engines.ring import RingReader
 from rayxfer.errors import ContractError
 from rayxfer.memfile import ForeignFile
 from rayxfer.packing import Bucket, Layout
+from rayxfer.threads import spread
 
 __all__ = ["FrameReader"]
 
@@ -212,34 +211,17 @@ class FrameReader:
             for to, source, size in copies
             for start in range(0, size, _PART_BYTES)
         ]
-        todo = deque(parts)
-        stop = threading.Event()
 
-        def work(report: Callable[[int], None] | None) -> None:
-            while not stop.is_set():
-                try:
-                    to, source, size = todo.popleft()
-                except IndexError:
-                    return
-                copy_bytes(to, source, size, stream=stream)
-                self._ring.copied(size)
-                if report is not None:
-                    report(0)
+        def copy(part: tuple[int, int, int]) -> None:
+            to, source, size = part
+            copy_bytes(to, source, size, stream=stream)
+            self._ring.copied(size)
+            if progress is not None:
+                progress(0)
 
-        helpers = min(threads - 1, len(parts) - 1)
-        if helpers > 0 and self._pool is None:
+        if threads > 1 and self._pool is None:
             self._pool = ThreadPoolExecutor(threads - 1, thread_name_prefix="rayxfer-copy")
-        pool = self._pool
-        futures = [pool.submit(work, None) for _ in range(helpers)] if pool is not None else []
-        try:
-            work(progress)
-        except BaseException:
-            stop.set()
-            raise
-        finally:
-            wait(futures)  # nobody writes there any more once this has returned
-        for future in futures:
-            future.result(timeout=0)
+        spread(copy, parts, threads, self._pool)
 
     def _receive_large(self, layout: Layout, bucket: Bucket, load_weights: LoadWeights) -> None:
         ring = self._ring

@@ -215,9 +215,7 @@ class _Passing:
         self, ring: RingWriter, told: Told, iterator: Iterator[tuple[str, torch.Tensor]]
     ) -> None:
         self._ring, self._told = ring, told
-        self._places: Callable[[Packed], Sequence[int] | None] | None
-        self._places = getattr(iterator, "places", None)
-        self._skip: Callable[..., None] = getattr(iterator, "skip", _no_skip)
+        self._places, self._skip = _by_places(iterator)
         self._waiting: deque[tuple[int, Packed]] = deque()
         self._read = ring.copied()
 
@@ -225,7 +223,7 @@ class _Passing:
         """Whether the readers are to copy this bucket's tensors from where they lie. None: each has to be
         looked at to tell."""
         packed = layout.packed[bucket.index]
-        places = self._places(packed) if self._places is not None else None
+        places = self._places(packed)
         if places is None:
             return None
         lie = _in_one_file(places, packed.sizes)
@@ -253,8 +251,11 @@ class _Passing:
         self._ring.beside(self._read - _BESIDE_BYTES)
 
 
-def _no_skip(*_: Any, **__: Any) -> None:
-    raise TypeError("an iterator with places has no skip")
+def _by_places(
+    iterator: Iterator[tuple[str, torch.Tensor]],
+) -> tuple[Callable[[Packed], Sequence[int] | None], Callable[..., None]]:
+    """Its `places` and `skip` (see `rayxfer.feed`). Of one that has none: nothing is anywhere."""
+    return getattr(iterator, "places", lambda _: None), getattr(iterator, "skip", lambda *_: None)
 
 
 def _placed(layout: Layout, bucket: Bucket, ahead: _Ahead, told: Told) -> bool:
@@ -365,10 +366,8 @@ class _Together:
         file: MemoryFile,
         told: Told,
     ) -> None:
-        self._ring, self._layout, self._iterator = ring, layout, iterator
-        self._file, self._told = file, told
-        self._places: Callable[[Packed], Sequence[int] | None] | None
-        self._places = getattr(iterator, "places", None)
+        self._ring, self._layout, self._file, self._told = ring, layout, file, told
+        self._places, self._skip = _by_places(iterator)
         self._digests = getattr(iterator, "digests", None) is not None
         self._buckets: list[Bucket] = []
         self._columns: tuple[list[int], list[int], list[int]] = [], [], []
@@ -377,18 +376,16 @@ class _Together:
     def takes(self, bucket: Bucket, base: int) -> bool:
         """Whether it is one of those, and will be copied with the next `copy`."""
         packed = self._layout.packed[bucket.index]
-        places = self._places(packed) if self._places is not None else None
+        places = self._places(packed)
         if places is None:
             return False
         if self._num_bytes + bucket.num_bytes > _VERSION_BYTES:
             self.copy()
         start = self._file.bytes.data_ptr() + base
-        for column, values in zip(
-            self._columns,
-            ([start + offset for offset in packed.offsets], places, packed.sizes),
-            strict=True,
-        ):
-            column += values
+        targets, sources, sizes = self._columns
+        targets += [start + offset for offset in packed.offsets]
+        sources += places
+        sizes += packed.sizes
         self._buckets.append(bucket)
         self._num_bytes += bucket.num_bytes
         return True
@@ -404,12 +401,11 @@ class _Together:
         found: list[int] | None = [] if self._digests else None
         stream, check = self._layout.streams, self._ring.check
         copy_spread(*self._columns, found, stream=stream, check=check)
-        skip: Callable[..., None] = getattr(self._iterator, "skip", _no_skip)
         at = 0
         for bucket in self._buckets:
             packed = self._layout.packed[bucket.index]
             count = len(packed.sizes)
-            skip(packed, digests=None if found is None else found[at : at + count])
+            self._skip(packed, digests=None if found is None else found[at : at + count])
             at += count
             if bucket.num_bytes:
                 offsets = self._layout.in_file(bucket)

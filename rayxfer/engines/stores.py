@@ -59,6 +59,11 @@ class Stores:
     def begin(self) -> bool:
         """Whether the next slot is to be streamed."""
         self._seconds, self._num_bytes = 0.0, 0
+        return self._now
+
+    @property
+    def _now(self) -> bool:
+        """Whether this slot is streamed."""
         return self.streamed != bool(self._trying)
 
     def timed(self, copy: Callable[..., Any], *args: Any) -> Any:
@@ -80,7 +85,7 @@ class Stores:
             return
         usual, other = self._costs
         cost = self._seconds / self._num_bytes
-        (other if self.streamed != bool(self._trying) else usual).append(cost)
+        (other if self._now else usual).append(cost)
         if self._trying:
             self._trying -= 1
             if not self._trying:
