@@ -40,8 +40,10 @@ class MappedLoader(ModuleLoader):
         self._memo = memo if memo is not None else {}
         out = super().preflight(metadata, partial=partial, memo=self._memo)
         if self._memo.get("movable_of") is not self._targets:
-            self._memo["movable"] = self._movable()
+            movable = self._memo["movable"] = self._movable()
             self._memo["movable_of"] = self._targets
+            stays = [index for index, together in enumerate(movable) if together is None]
+            self._memo["stays"] = frozenset(stays)
         self._own = self._targets
         self._targets = list(self._targets)
         return out
@@ -77,15 +79,13 @@ class MappedLoader(ModuleLoader):
         """Take tensors that stay as they are for as long as this worker uses them: from `claim.going` on,
         until it has said `live` of another."""
         file.settle()
-        movable = self._memo["movable"]
-        rest: list[tuple[int, torch.Tensor]] = []
-        for index, tensor in items:
-            if movable[index] is None:
-                rest.append((index, tensor))
-            else:
-                self._kept[index] = tensor
-                self._written.add(index)
-                self._claims[id(file)] = (file, claim)
+        stays: frozenset[int] = self._memo["stays"]
+        rest = [item for item in items if item[0] in stays] if stays else []
+        going = [item for item in items if item[0] not in stays] if stays else items
+        if going:
+            self._kept.update(going)
+            self._written.update([index for index, _ in going])
+            self._claims[id(file)] = (file, claim)
         if rest:
             self.load(rest)
 

@@ -26,6 +26,7 @@ from rayxfer.binding import Binding
 from rayxfer.engines import frames
 from rayxfer.engines.ring import RingReader, RingWriter
 from rayxfer.engines.versions import Versions
+from rayxfer.mapped import MappedLoader
 from rayxfer.memfile import ForeignFile, MemoryFile, _own_pages
 from rayxfer.testing.local import LocalController
 from rayxfer.testing.processes import ProcessWorker
@@ -80,8 +81,14 @@ def test_readers_of_a_version_are_told_of_many_buckets_at_once(
                 yield name, tensor.clone()
 
     told: list[int] = []
-    tell = frames._tell
+    tell, keep = frames._tell, MappedLoader.keep
     monkeypatch.setattr(frames, "_tell", lambda *args: (told.append(1), tell(*args)))
+
+    def counted(self: MappedLoader, items: Any, file: Any, claim: Any) -> None:
+        told.append(len(items))
+        keep(self, items, file, claim)
+
+    monkeypatch.setattr(MappedLoader, "keep", counted)
     model, worker = _Dense(0), _Dense(1)
     config = WeightTransferConfig(backend="shm", load_mode="mapped", bucket_size_bytes=1 << 18)
     with LocalController([worker], config) as controller:
@@ -89,7 +96,7 @@ def test_readers_of_a_version_are_told_of_many_buckets_at_once(
             told.clear()
             controller.sync_weights((ModuleSource if stands else Made)(model))
             assert_same_bytes(model.state_dict(), worker.state_dict())
-            assert len(told) == 1
+            assert told == [1, len(model.parts)]
 
 
 @pytest.mark.parametrize("verify_", ["digest", "off"])

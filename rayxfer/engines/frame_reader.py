@@ -38,7 +38,7 @@ class FrameReader:
     def __init__(self, ring: RingReader) -> None:
         self._ring = ring
         self._files: dict[tuple[bytes, bool], ForeignFile] = {}
-        self._views: dict[tuple[int, bytes], list[list[tuple[str, torch.Tensor]]]] = {}
+        self._views: dict[tuple[int, bytes, bool], list[list[tuple[str, torch.Tensor]]]] = {}
         self._layout: Layout | None = None
         self._pool: ThreadPoolExecutor | None = None
 
@@ -115,15 +115,19 @@ class FrameReader:
             )
         file = self._file(frame[:KEY_BYTES], numbers, nonce, private=kind == VERSION)
         keep = getattr(load, "keep", None) if kind == VERSION else None
+        whole = keep is not None and load.keeps  # type: ignore[attr-defined]
         if keep is None and sum(one.num_bytes for one, _ in told) < _LARGE_BYTES * count:
             for one, places in told:
                 self._take_small(layout, one, file, places, load)
                 self._ring.copied(sum(layout.packed[one.index].sizes))
             return frame[:KEY_BYTES]
-        key = (bucket.index, frame)
+        key = (bucket.index, frame, whole)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = [_views(layout, one, file, iter(p)) for one, p in told]
+            views = [_views(layout, one, file, iter(places)) for one, places in told]
+            if whole:  # which costs nothing, so all of it at once
+                views = [list(itertools.chain.from_iterable(views))]
+            self._views[key] = views
         if keep is not None:
             claim = RingClaim(self._ring, numbers[2])
             for some in views:
