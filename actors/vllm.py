@@ -26,6 +26,7 @@ from actors.gate import Gate, RequestAborted
 from actors.generation import Completion, check_request
 from actors.inference import CONCURRENCY_GROUPS
 from rayxfer.client import reconstructed
+from rayxfer.daemons import daemon
 from rayxfer.errors import BackendUnavailable, ConfigError, StateError, TransferTimeout
 from rayxfer.report import WorkerState
 from rayxfer.vllm.plugin import BACKEND, ENGINES_VARIABLE, session_of
@@ -275,7 +276,7 @@ class _Offline:
         self._ids = itertools.count()
         self._failure: BaseException | None = None
         self._closed = False
-        threading.Thread(target=self._step_forever, name="vllm-step", daemon=True).start()
+        daemon(self._step_forever, "vllm-step", self.shutdown)
 
     def _step_forever(self) -> None:
         while not self._closed:

@@ -7,13 +7,10 @@ that a retry reads the very bytes that the call was given. Its memory is kept fr
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
 import logging
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
@@ -22,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rayxfer.copying import copy_bits, copy_bytes, copy_spread, is_memory, streams
-from rayxfer.engines import closing
+from rayxfer.daemons import daemon
 from rayxfer.errors import (
     BackendUnavailable,
     ControllerBusy,
     PartialUpdate,
-    RayxferError,
     TransferTimeout,
 )
 from rayxfer.memfile import MemoryFile
@@ -50,8 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["Snapshot", "Snapshots", "SyncHandle", "Turns", "start"]
 
 _SLICE_S = 1.0
-_EXIT_S = 5.0
-"""How long the interpreter's end waits for syncs under way to be called off."""
 
 _log = logging.getLogger("rayxfer")
 
@@ -385,13 +379,10 @@ def start(
             except BaseException as caught:
                 error = caught
             outcome.end(report, error)
-            _under_way.discard(sender)
             sender.turns.give_back()
 
-        _under_way.add(sender)
-        threading.Thread(target=run, name="rayxfer-background", daemon=True).start()
+        daemon(run, "rayxfer-background", sender.cancel)
     except BaseException:
-        _under_way.discard(sender)
         sender.turns.give_back()
         raise
     return SyncHandle(outcome, time.monotonic() - began)
@@ -404,21 +395,3 @@ def end(sender: Sender, grace_s: float, abort_s: float) -> bool:
         return True
     sender.cancel()
     return sender.turns.wait_free(abort_s)
-
-
-_under_way: weakref.WeakSet[Sender] = weakref.WeakSet()
-
-
-def _at_exit() -> None:
-    """Threads that outlive the interpreter must not be in the middle of anything."""
-    for sender in list(_under_way):
-        with contextlib.suppress(RayxferError):
-            sender.cancel()
-    deadline = time.monotonic() + _EXIT_S
-    for sender in list(_under_way):
-        sender.turns.wait_free(max(0.0, deadline - time.monotonic()))
-
-
-# Hooks run in reverse order: this one comes before that which waits for what closes then.
-assert closing
-atexit.register(_at_exit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any
 
+from rayxfer.daemons import daemon
 from rayxfer.errors import ConfigError, RayxferError, TransferError, WorkerLost, portable_cause
 from rayxfer.topology import Facts, process_gone
 
@@ -146,7 +146,7 @@ def spawn(function: Callable[[], Any], name: str) -> Future[Any]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    daemon(run, name)
     return future
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from rayxfer.daemons import daemon
 from rayxfer.errors import RayxferError
 
 __all__ = ["Lease"]
@@ -37,7 +38,7 @@ class Lease:
             self._context = contextvars.copy_context()
             if not self._running:
                 self._running, self._closed = True, False
-                threading.Thread(target=self._run, name="rayxfer-lease", daemon=True).start()
+                daemon(self._run, "rayxfer-lease", self.close)
 
     def stop(self) -> None:
         self._claim = None

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from rayxfer.daemons import daemon, ending
 from rayxfer.errors import BackendUnavailable, ConfigError, TransferError
 
 __all__ = [
@@ -292,8 +293,7 @@ class ForeignFile:
         To find out whether there are any takes 13 ms for 1 GiB, so not in the hurry of a commit.
         """
         self._now.clear()
-        self._cleaning = threading.Thread(target=self._forget, name="rayxfer-forget", daemon=True)
-        self._cleaning.start()
+        self._cleaning = daemon(self._forget, "rayxfer-forget", self.hurry)
 
     def hurry(self) -> None:
         """It will be wanted again: do it now."""
@@ -308,6 +308,8 @@ class ForeignFile:
 
     def _forget(self) -> None:
         self._now.wait(_LATER_S)
+        if ending():
+            return
         size = len(self._mapped)
         if _own_pages(self.address - PAGE_BYTES, size) is not False:
             self._mapped.madvise(mmap.MADV_DONTNEED)

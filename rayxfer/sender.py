@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import sys
 import threading
 import time
@@ -22,6 +23,7 @@ from rayxfer.call import Call, Offer, Row, mismatch
 from rayxfer.channel import Calls, Channel, Link, connect
 from rayxfer.client import SLICE_S, client_for, lost_process, outcome, wait_answers
 from rayxfer.config import WeightTransferConfig
+from rayxfer.daemons import ending, waited_for
 from rayxfer.digest import digest_named
 from rayxfer.errors import (
     BackendUnavailable,
@@ -54,6 +56,8 @@ from rayxfer.topology import (
 )
 
 __all__ = ["CoordinatorProtocol", "Sender"]
+
+_log = logging.getLogger("rayxfer")
 
 _RETRIES_WITHOUT_LOSS = 1
 """How often a round that broke with nobody lost is tried again before its suspects are left out."""
@@ -121,9 +125,9 @@ class Sender:
         """Have a sync under way end soon, with ControllerClosed; there can be none after it."""
         self._cancelled.set()
 
-    def _check_cancelled(self, call: Call) -> None:
-        if self._cancelled.is_set():
-            raise cancelled(call.version)
+    def _check_cancelled(self, version: int | None) -> None:
+        if self._cancelled.is_set() or ending():
+            raise cancelled(version)
 
     def close(self) -> None:
         """Close every channel, and let kept memory go. Safe to call twice."""
@@ -142,6 +146,11 @@ class Sender:
 
     def sync(self, source: WeightSource, *, version: int | None, partial: bool) -> SyncReport:
         """One round. See `Controller.sync_weights` for errors and the state after them."""
+        with waited_for(self.cancel):
+            self._check_cancelled(version)
+            return self._sync(source, version, partial)
+
+    def _sync(self, source: WeightSource, version: int | None, partial: bool) -> SyncReport:
         start = time.monotonic()
         offer, standing = self._described(source)
         process = self._local_facts().to_wire()
@@ -211,7 +220,7 @@ class Sender:
             call.rows
         )  # workers that come and go for ever must not keep us for ever
         for _ in range(limit):
-            self._check_cancelled(call)
+            self._check_cancelled(call.version)
             links = call.live()
             if not call.serving():
                 raise self._nobody(call)
@@ -454,7 +463,7 @@ class Sender:
         while pending:
             done, _ = wait_futures(pending, timeout=0.1, return_when="FIRST_COMPLETED")
             if op != "commit":  # what is recorded is completed
-                self._check_cancelled(call)
+                self._check_cancelled(call.version)
             now = time.monotonic()
             for future in done:
                 rank = pending.pop(future)
@@ -767,10 +776,15 @@ class Sender:
                 if row.error is None and row.left_as == WorkerState.TORN:
                     row.fail(why, WorkerState.TORN)
         finally:
-            for channel in self._channels:
-                channel.dirty = True
-            with contextlib.suppress(RayxferError):  # the caller is to see the first error
+            # the caller is to see the first error
+            with contextlib.suppress(RayxferError):
                 self._coordinator.settle(call.claim(), call.settled())
+            channels, self._channels = self._channels, []
+            for channel in channels:  # of no use any more; and the interpreter may be about to end
+                try:
+                    channel.close()
+                except Exception:  # a custom engine's
+                    _log.warning("closing %r failed", channel.backend, exc_info=True)
 
     def _unchanged(self, call: Call) -> tuple[str, ...]:
         """The names whose bytes are those of the last sync that had them, where digests tell."""

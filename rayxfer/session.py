@@ -23,6 +23,7 @@ import torch
 from rayxfer.base import WeightTransferEngine
 from rayxfer.binding import Binding, fingerprint, load_function
 from rayxfer.config import ParallelConfig, WeightTransferConfig
+from rayxfer.daemons import daemon
 from rayxfer.delivery import Delivery, Offer, Round, RoundAborted
 from rayxfer.digest import digest_named
 from rayxfer.errors import (
@@ -678,6 +679,11 @@ class WorkerSession:
         if running and task is not None and session_id in (None, task.key[1]):
             self._abort_engine()
 
+    def _call_off(self) -> None:
+        """This process ends."""
+        self._abort_engine()
+        daemon(self._abort_stale_round, "rayxfer-end")
+
     def _abort_engine(self) -> None:
         engine = self._engine
         if engine is not None:
@@ -738,7 +744,9 @@ class WorkerSession:
                 if current is not None and (self._round is not current or current.aborted.is_set()):
                     raise StateError(f"round {current.round_id} is over on this worker")
                 if task is None or task.done.is_set():
-                    task = self._task = Task(key, function, own_thread=own_thread)
+                    task = self._task = Task(
+                        key, function, own_thread=own_thread, call_off=self._call_off
+                    )
                     mine = not own_thread
                     break
             if not task.done.wait(max(0.0, until - time.monotonic())):

@@ -18,6 +18,7 @@ import torch
 from rayxfer.channel import Calls, Channel, Link
 from rayxfer.client import SLICE_S, lost_process, outcome
 from rayxfer.config import WeightTransferConfig
+from rayxfer.daemons import daemon
 from rayxfer.digest import Digest
 from rayxfer.errors import (
     ContractError,
@@ -95,10 +96,11 @@ class Broken:
     refused: bool = False
 
 
-def cancelled(version: int) -> ControllerClosed:
+def cancelled(version: int | None) -> ControllerClosed:
     """Why a sync that somebody called off ends."""
+    which = "a sync" if version is None else f"the sync of version {version}"
     return ControllerClosed(
-        f"the sync of version {version} was called off: its controller was shut down, or this process ends"
+        f"{which} was called off: its controller was shut down, or this process ends"
     )
 
 
@@ -235,9 +237,8 @@ class Stream:
                     return
 
         kind, index, _ = steps[-1]
-        thread = threading.Thread(target=run, name=f"rayxfer-{kind}-{index}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        call_off = None if self._cancelled is None else self._cancelled.set
+        self._threads.append(daemon(run, f"rayxfer-{kind}-{index}", call_off))
 
     def _send(self, index: int) -> None:
         channel, feed, push = self._channels[index], self._feeds[index], self._pushes[index]

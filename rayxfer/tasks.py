@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rayxfer.daemons import daemon
 from rayxfer.errors import RayxferError, TransferError, portable_cause
 
 __all__ = ["Task"]
 
 
 class Task:
-    """Starts at once in a thread of its own; with `own_thread=False` somebody has to `run` it.
+    """Starts at once in a thread of its own (`call_off`: see `daemon`); with `own_thread=False` somebody
+    has to `run` it.
 
     Attributes:
         key: what it is; its first part names the operation.
@@ -27,6 +29,7 @@ class Task:
         function: Callable[[], dict[str, Any]],
         *,
         own_thread: bool = True,
+        call_off: Callable[[], object] | None = None,
     ) -> None:
         self.key = key
         self.done = threading.Event()
@@ -34,7 +37,8 @@ class Task:
         self._function = function
         if own_thread:
             name = f"rayxfer-{key[0]}"
-            threading.Thread(target=self.run, args=(_gpu(),), name=name, daemon=True).start()
+            first = _gpu()
+            daemon(lambda: self.run(first), name, call_off)
 
     def run(self, first: Callable[[], object] = lambda: None) -> None:
         """Do it, here, after `first`. Raises nothing: see `result`."""

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from rayxfer.base import LoadWeights, SessionPlan
+from rayxfer.daemons import daemon
 from rayxfer.engines.broadcast import BroadcastEngine, BroadcastInitInfo, Member
-from rayxfer.engines.closing import close_later
 from rayxfer.engines.collective import IN_FLIGHT, Group, Layouts, Staging
 from rayxfer.engines.host_copy import HostCopy, receive_version
 from rayxfer.engines.line import PARTS_IN_FLIGHT, SLOTS, Line, receive_line, send_line
@@ -117,7 +117,7 @@ class GlooGroup(Group):
             # Dropping a group with a stuck operation blocks, so that is left to a daemon thread.
             box = [group]
             del group
-            close_later(box.clear, "rayxfer-gloo-close")
+            daemon(box.clear, "rayxfer-gloo-close")
 
 
 @dataclass

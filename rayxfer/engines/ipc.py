@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from rayxfer.base import LoadWeights, SessionPlan, WeightTransferEngine, WeightTransferInitInfo
-from rayxfer.engines.closing import close_later
+from rayxfer.daemons import daemon
 from rayxfer.engines.collective import (
     Layouts,
     TensorsUpdateInfo,
@@ -337,5 +337,5 @@ class IPCEngine(WeightTransferEngine[IPCInitInfo, TensorsUpdateInfo]):
         channel.closed = True
         channel.ring.close()
         if channel.staging:
-            close_later(lambda: free_staging(channel), "rayxfer-ipc-close")
+            daemon(lambda: free_staging(channel), "rayxfer-ipc-close")
         channel.held = []

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from rayxfer.base import SessionPlan
+from rayxfer.daemons import daemon
 from rayxfer.engines.broadcast import BroadcastEngine, Member
-from rayxfer.engines.closing import close_later
 from rayxfer.engines.collective import Group
 from rayxfer.engines.device import Device, Lane, Mark, check_cuda
 from rayxfer.errors import ConfigError, TransferError
@@ -105,14 +105,14 @@ class NcclGroup(Group):
     def abort(self) -> None:
         self._aborted.set()  # frees whoever waits; the rest may take NCCL a moment
         if not self._closed:
-            close_later(self._comm.abort, "rayxfer-nccl-abort")
+            daemon(self._comm.abort, "rayxfer-nccl-abort")
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         self._aborted.set()
-        close_later(self._release, "rayxfer-nccl-close")
+        daemon(self._release, "rayxfer-nccl-close")
 
     def _release(self) -> None:
         """Buffers go only when no kernel writes to them any more."""

@@ -48,7 +48,8 @@ class ProcessWorker(WorkerClient):
         self._futures: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._gone = False
-        threading.Thread(target=self._listen, name="process-worker", daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, name="process-worker", daemon=True)
+        self._listener.start()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (f"the worker in process {self.pid}",)  # no process but this one can reach it
@@ -112,6 +113,9 @@ class ProcessWorker(WorkerClient):
             # shut down, not closed alone: a thread reads it, and the other end would not be told
             with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)
+            self._listener.join(
+                5.0
+            )  # it is about to read again, maybe, of what would be closed then
             self._connection.close()
         self._process.join(5.0)
         if self._process.is_alive():
