@@ -42,8 +42,9 @@ TINY = Plan(
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks at a clock here, so nobody waits for a quiet machine."""
-    monkeypatch.setattr(turns, "_QUIET_S", 0.0)
+    """Nobody looks at a clock here, so nobody waits for a quiet machine, or for freed memory."""
+    for pause in ("_QUIET_S", "_SETTLE_S", "_SETTLE_MAPPED_S", "_FREED_S"):
+        monkeypatch.setattr(turns, pause, 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ MODES = ["in_place", "staged", "mapped"]
 
 
 def run(code: str, *arguments: str, errors: str = "") -> list[str]:
-    """What a process with this code printed; it ends well, and says nothing else than `errors` at its end."""
+    """What a process with this code printed; it ends well, and says no more than `errors` at the end."""
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
