@@ -80,8 +80,8 @@ class MappedLoader(ModuleLoader):
         until it has said `live` of another."""
         file.settle()
         stays: frozenset[int] = self._memo["stays"]
-        rest = [item for item in items if item[0] in stays] if stays else []
-        going = [item for item in items if item[0] not in stays] if stays else items
+        rest = [item for item in items if item[0] in stays]
+        going = [item for item in items if item[0] not in stays] if rest else items
         if going:
             self._kept.update(going)
             self._written.update([index for index, _ in going])

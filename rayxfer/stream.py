@@ -237,8 +237,7 @@ class Stream:
                     return
 
         kind, index, _ = steps[-1]
-        call_off = None if self._cancelled is None else self._cancelled.set
-        self._threads.append(daemon(run, f"rayxfer-{kind}-{index}", call_off))
+        self._threads.append(daemon(run, f"rayxfer-{kind}-{index}"))
 
     def _send(self, index: int) -> None:
         channel, feed, push = self._channels[index], self._feeds[index], self._pushes[index]

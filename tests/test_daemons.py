@@ -20,7 +20,7 @@ MODES = ["in_place", "staged", "mapped"]
 
 
 def run(code: str, *arguments: str, errors: str = "") -> list[str]:
-    """What a process with this code printed; it ends well, and says no more than `errors` at the end."""
+    """What a process with this code printed; it ends well. `errors`: how its other output ends."""
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -98,14 +98,13 @@ def test_a_worker_ends_well_in_the_middle_of_a_round(backend: str, load_mode: st
 
 
 HOLDS = """
-    import sys, time
+    import atexit, time
     from rayxfer import daemons
 
     daemons._END_S, daemons._CLOSE_S = 1.0, 0.5
     called = []
-    thread = daemons.daemon(lambda: time.sleep(60), "stuck", {call_off})
+    daemons.daemon(lambda: time.sleep(60), "stuck", {call_off})
     began = time.monotonic()
-    import atexit
     atexit._run_exitfuncs()
     print(time.monotonic() - began, *called)
 """

@@ -113,9 +113,8 @@ class ProcessWorker(WorkerClient):
             # shut down, not closed alone: a thread reads it, and the other end would not be told
             with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
                 end.shutdown(socket.SHUT_RDWR)
-            self._listener.join(
-                5.0
-            )  # it is about to read again, maybe, of what would be closed then
+            # it may be about to read again, of what would be closed then
+            self._listener.join(5.0)
             self._connection.close()
         self._process.join(5.0)
         if self._process.is_alive():
